@@ -16,7 +16,6 @@ feature in forward and 10 in backward. Memory is torch's peak, including inputs,
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,7 +28,6 @@ from benchmarks.engine.rows import Row, RowBenchmark
 from benchmarks.engine.timing import median_seconds
 from bmburst.amounts import GIB
 from bmburst.attention.biased import BiasedSequence, biased_attention
-from bmburst.cli import main
 from bmburst.comm.groups import communicator
 from bmburst_ops import ATTENTION_BACKWARD
 from bmburst_ops.biased import Tokens, bee_bias, bee_tokens
@@ -176,6 +174,3 @@ BENCHMARKS = (
         needs_gpu=True,
     ),
 )  # fmt: skip
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "biased", *sys.argv[1:]]))

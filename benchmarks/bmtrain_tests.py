@@ -21,7 +21,6 @@ from typing import Any
 from benchmarks.engine.report import markdown_table, versions
 from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import GIB
-from bmburst.cli import main
 from bmburst.errors import UserError
 
 _ROOT = Path(__file__).parents[1]
@@ -177,6 +176,3 @@ BENCHMARKS = (
         line=lambda row: f"{row['name']}: {row['result']} {row['why']}",
     ),
 )
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "bmtrain-tests", *sys.argv[1:]]))

@@ -14,7 +14,6 @@ model cannot be created or run) are bugs.
 import argparse
 import contextlib
 import gc
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +21,6 @@ from typing import Any
 from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Row, RowBenchmark
 from benchmarks.tiny_families import TOKENS, VOCABULARY, tiny_model
-from bmburst.cli import main
 from bmburst.errors import UserError, first_line
 
 TOLERANCE = 4e-5
@@ -161,6 +159,3 @@ BENCHMARKS = (
         is_wrong=lambda row: row["result"] in BUGS,
     ),
 )
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "families", *sys.argv[1:]]))

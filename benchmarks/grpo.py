@@ -148,7 +148,7 @@ def _trained(way: str, options: argparse.Namespace, group: RankGroup, folder: Pa
     return {
         "way": way,
         "seconds": group.all_reduce(torch.tensor(clock.seconds, device=group.device), dist.ReduceOp.MAX).tolist(),
-        "peak_gib": group.all_reduce(torch.tensor(clock.peak(), device=group.device), dist.ReduceOp.MAX).item(),
+        "peak_gib": group.largest(clock.peak()),
         **{key: [line[name] for line in logged if name in line] for key, name in names.items()},
     }
 

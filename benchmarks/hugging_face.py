@@ -14,7 +14,6 @@ allocator.
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -36,7 +35,6 @@ from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import GIB, numbers, short, tokens
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli import main
 from bmburst.integrations.transformers import SplitSequences, recompute, register
 
 TRAINERS: Mapping[str, Mapping[int, float]] = MappingProxyType(
@@ -313,6 +311,3 @@ BENCHMARKS = (
         ranks=2,
     ),
 )
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "hugging-face", *sys.argv[1:]]))

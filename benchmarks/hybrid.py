@@ -18,7 +18,6 @@ its row.
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -43,7 +41,6 @@ from benchmarks.engine.timing import in_turns
 from benchmarks.hugging_face import Training
 from benchmarks.linear import fla_context
 from bmburst.amounts import GIB, numbers, short, tokens
-from bmburst.cli import main
 from bmburst.errors import first_line, require_known
 from bmburst.integrations import transformers_recurrent
 from bmburst.integrations.transformers import NAME, SplitSequences, register
@@ -115,8 +112,7 @@ class _Step:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         self.loss = self._step()
-        own = torch.tensor(float(torch.cuda.max_memory_allocated() if on_gpu else 0), device=self._group.device)
-        self.peak = max(self.peak, self._group.all_reduce(own, dist.ReduceOp.MAX).item())
+        self.peak = max(self.peak, self._group.largest(torch.cuda.max_memory_allocated() if on_gpu else 0))
 
 
 def _ours(training: Training, ids: Tensor, group: RankGroup) -> Callable[[], float]:
@@ -233,6 +229,3 @@ BENCHMARKS = (
         is_wrong=lambda row: row["method"] == "ours" and "failed" in row,
     ),
 )  # fmt: skip
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "hybrid", *sys.argv[1:]]))

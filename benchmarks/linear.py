@@ -16,7 +16,6 @@ short sequence with the definition in fp64 instead.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -32,7 +31,6 @@ from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, RowBenchmark
 from benchmarks.engine.timing import Times, in_turns, once, quotient
 from bmburst.amounts import tokens
-from bmburst.cli import main
 from bmburst.comm.groups import communicator
 from bmburst.linear.api import KINDS, burst_linear_attention
 from bmburst.sequence import shard, unshard
@@ -146,7 +144,8 @@ def _measured(options: argparse.Namespace, group: RankGroup) -> Iterator[dict[st
                     if options.peers and kind != "decay" and group.size > 1:
                         context = fla_context(length * group.size, layout, group.device)
                         calls["fla CP"] = partial(_fla, theirs, mine, cp_context=context)
-                    row = {"kind": kind, "tokens a rank": length, "ranks": group.size, "gates": gates, "layout": layout}
+                    row = {"kind": kind, "heads": options.heads, "tokens a rank": length, "ranks": group.size}
+                    row |= {"gates": gates, "layout": layout}
                     yield row | _compared(calls, mine, group, options.repeats)
 
 
@@ -204,6 +203,3 @@ BENCHMARKS = (
         is_wrong=lambda row: not row.get("right", True),
     ),
 )  # fmt: skip
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "linear", *sys.argv[1:]]))

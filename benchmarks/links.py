@@ -6,7 +6,6 @@ mesh, attention strategy, recompute policy and offload that fit. Nothing is meas
 """
 
 import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -16,7 +15,6 @@ from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import short
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli import main
 from bmburst.plan.candidates import Task
 from bmburst.plan.search import Prediction, search
 from bmburst.schedule.hardware import Hardware, load_hardware
@@ -93,6 +91,3 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 BENCHMARKS = (RowBenchmark(name="links", about=__doc__, configure=_configure, measure=_measure, table=table),)
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "links", *sys.argv[1:]]))

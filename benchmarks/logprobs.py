@@ -9,7 +9,6 @@ the ranks, with weights and gradients but without an optimizer. `--small` is a t
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -24,7 +23,6 @@ from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli import main
 from bmburst.launch.start import start
 
 BASE, VOCABULARY, TOKENS = "minicpm-2b", 130_560, 131_072
@@ -139,6 +137,3 @@ def table(found: Mapping[str, Any]) -> str:
 BENCHMARKS = (
     RowBenchmark(name="logprobs", about=__doc__, configure=_configure, measure=_measure, table=table, ranks=2),
 )
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "logprobs", *sys.argv[1:]]))

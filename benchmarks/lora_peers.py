@@ -38,7 +38,6 @@ from benchmarks.engine.rows import Measured, Row, RowBenchmark
 from benchmarks.hugging_face import fill, random_model, shape_of, timed
 from bmburst.amounts import GIB, short, tokens
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli import main
 from bmburst.errors import first_line, require_known
 
 METHODS = ("peft", "peft-liger", "peft-liger-cudnn", "peft-bmburst", "bmburst")
@@ -225,6 +224,3 @@ def table(found: Mapping[str, Any]) -> str:
 BENCHMARKS = (
     RowBenchmark(name="lora-peers", about=__doc__, configure=_configure, measure=_measure, table=table, line=line_of),
 )
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "lora-peers", *sys.argv[1:]]))

@@ -10,7 +10,6 @@ Nothing is measured, and no GPU is needed.
 """
 
 import argparse
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import short
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
-from bmburst.cli import main
 from bmburst.data.dealing import contiguous, deal_samples, slowest
 from bmburst.data.whole_documents import Ids, best_fit
 from bmburst.plan.counts import attention_flops, causal_pairs, multiplied
@@ -124,6 +122,3 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 BENCHMARKS = (RowBenchmark(name="mixed-lengths", about=__doc__, configure=_configure, measure=_measure, table=table),)
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "mixed-lengths", *sys.argv[1:]]))

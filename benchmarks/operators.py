@@ -15,7 +15,6 @@ per step, including recomputation under block-keep-attention.
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -29,7 +28,6 @@ from benchmarks.engine.rows import Measured, Row, RowBenchmark
 from benchmarks.engine.timing import median_seconds
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli import main
 from bmburst_ops import fused, rms_norm, rotary, swiglu
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 from bmburst_ops.linears import add_product, linears
@@ -355,6 +353,3 @@ BENCHMARKS = (
         needs_gpu=True,
     ),
 )
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -17,7 +17,6 @@ import dataclasses
 import gc
 import itertools
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -36,7 +35,6 @@ from benchmarks.engine.timing import in_turns
 from bmburst.amounts import GIB
 from bmburst.attention.call import head_shapes
 from bmburst.blocks.presets import preset
-from bmburst.cli import main
 from bmburst.comm.communicator import gather_objects
 from bmburst.launch.start import start
 from bmburst.plan.candidates import Candidate, Task
@@ -290,6 +288,3 @@ BENCHMARKS = (
         ranks=2,
     ),
 )
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -34,6 +34,7 @@ _ROWS: Mapping[str, str] = MappingProxyType(
         "families": "families",
         "hugging_face": "hugging-face",
         "hybrid": "hybrid",
+        "large_models": "large-models",
         "linear": "linear",
         "logprobs": "logprobs",
         "lora_peers": "lora-peers",

@@ -10,22 +10,20 @@ measured, and the time of the rest is that of their median.
 
 import argparse
 import statistics
-import sys
-import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import bmburst
-from benchmarks.engine.machine import start_ranks
+from benchmarks.engine.machine import RankGroup, start_ranks
 from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, RowBenchmark
+from benchmarks.engine.timing import once
 from benchmarks.hugging_face import Training, shape_of
 from bmburst.amounts import GIB, short, tokens
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli import main
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import register
 
@@ -95,18 +93,18 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _measure(options: argparse.Namespace) -> Measured:
     cases = [Case.parse(text) for text in options.cases.split(",")]
-    device = start_ranks()
+    group = RankGroup.world(start_ranks())
     register()
     # Without a learning rate the weights stay, so that the losses of the tree and of the rows can be compared.
     training = Training(
-        shape_of(options.model, options.layers), device, policy=options.recompute, lr=0.0, layout="balanced"
+        shape_of(options.model, options.layers), group.device, policy=options.recompute, lr=0.0, layout="balanced"
     )
     layers = training.model.config.num_hidden_layers
     facts = {"model": options.model, "layers": layers, "recompute": options.recompute}
-    return facts, (_row(training, case, options) for case in cases)
+    return facts, (_row(training, case, options, group) for case in cases)
 
 
-def _row(training: Training, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+def _row(training: Training, case: Case, options: argparse.Namespace, group: RankGroup) -> dict[str, Any]:
     vocabulary = training.model.config.vocab_size
     generator = torch.Generator().manual_seed(0)
     prompt, *answers = (
@@ -116,8 +114,8 @@ def _row(training: Training, case: Case, options: argparse.Namespace) -> dict[st
     rows = [prompt + answer for answer in answers]
     packed = bmburst.pack_tree(rows)
     assert packed.length == case.tokens[0] - 1, f"the prompt of {case.name} is too short to be shared"
-    tree_seconds, tree_loss, tree_peak = _tree(training, packed, options.steps)
-    row_seconds, row_loss, row_peak = _rows(training, rows[: options.rows], len(rows))
+    tree_seconds, tree_loss, tree_peak = _tree(training, packed, options.steps, group)
+    row_seconds, row_loss, row_peak = _rows(training, rows[: options.rows], len(rows), group)
     embedding = training.model.get_input_embeddings().weight.numel()
     ideal = case.flops(training.model.config, training.num_weights - embedding)
     return {
@@ -134,61 +132,42 @@ def _row(training: Training, case: Case, options: argparse.Namespace) -> dict[st
     }
 
 
-def _tree(training: Training, packed: Any, steps: int) -> tuple[float, float, float]:
+def _tree(training: Training, packed: Any, steps: int, group: RankGroup) -> tuple[float, float, float]:
     """Return the seconds of a step, the first loss, and the peak memory of the slowest rank."""
-    seconds, losses = [], []
-    for _ in range(1 + steps):
-        began = _together()
+    losses: list[float] = []
+
+    def step() -> None:
         loss = training.split.part(tree=packed).loss(training.model)
         loss.backward()
         training.update()
         losses.append(training.split.mean(loss.detach()))
-        seconds.append(_since(training, began))
-    return statistics.median(seconds[1:]), losses[0], _peak(training)
+
+    _, *times = [once(step, group) for _ in range(1 + steps)]  # the first is for warm-up
+    return statistics.median(times) / 1e3, losses[0], _peak(group)
 
 
-def _rows(training: Training, rows: list[list[int]], count: int) -> tuple[float, float, float]:
+def _rows(training: Training, rows: list[list[int]], count: int, group: RankGroup) -> tuple[float, float, float]:
     """Return the seconds of a step over `count` rows like these, the mean of the first losses, and the peak memory."""
-    seconds, losses = [], []
-    for row in (rows[0], *rows):  # the first is for warm-up
-        began = _together()
+    losses: list[float] = []
+
+    def step(row: list[int]) -> None:
         loss = training.split.part(torch.tensor([row])).loss(training.model) / count
         loss.backward()
         losses.append(training.split.mean(loss.detach()) * count)
-        seconds.append(_since(training, began))
-    began = _together()
-    training.update()
-    update = _since(training, began)
-    return count * statistics.median(seconds[1:]) + update, statistics.fmean(losses[1:]), _peak(training)
+
+    _, *times = [once(partial(step, row), group) for row in (rows[0], *rows)]  # the first is for warm-up
+    update = once(training.update, group)
+    seconds = (count * statistics.median(times) + update) / 1e3
+    return seconds, statistics.fmean(losses[1:]), _peak(group)
 
 
-def _together() -> float:
-    dist.barrier()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _since(training: Training, began: float) -> float:
-    """Return the seconds since `began` on the slowest rank."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return _largest(training, time.perf_counter() - began)
-
-
-def _peak(training: Training) -> float:
-    on_gpu = torch.cuda.is_available()
-    peak = _largest(training, torch.cuda.max_memory_allocated() if on_gpu else 0)
+def _peak(group: RankGroup) -> float:
+    on_gpu = group.device.type == "cuda"
+    peak = group.largest(torch.cuda.max_memory_allocated() if on_gpu else 0)
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return peak
-
-
-def _largest(training: Training, value: float) -> float:
-    world = training.mesh.world
-    own = torch.tensor([[value]], dtype=torch.float64, device=world.device)
-    return float(world.all_gather(own).wait()[0].max())
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -213,6 +192,3 @@ def table(found: Mapping[str, Any]) -> str:
 BENCHMARKS = (
     RowBenchmark(name="shared-prefixes", about=__doc__, configure=_configure, measure=_measure, table=table, ranks=2),
 )
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "shared-prefixes", *sys.argv[1:]]))

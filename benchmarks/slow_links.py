@@ -27,7 +27,6 @@ import torch.distributed as dist
 from benchmarks import netns
 from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.attention.api import burst_attention
-from bmburst.cli import main
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import ProcessGroupCommunicator
 from bmburst.comm.communicator import gather_objects
@@ -210,8 +209,5 @@ def _table(shape: netns.Shape, job: AttentionJob, results: dict[str, RepeatTimes
 
 BENCHMARKS = (RowBenchmark(name="double-ring", about=__doc__, configure=_configure, measure=_measure, table=table),)
 
-if __name__ == "__main__":
-    if sys.argv[1] == "--rank":  # a rank of `netns.run_ranks`
-        run_rank(**json.loads(sys.argv[2]))
-    else:
-        sys.exit(main(["bench", *sys.argv[1:]]))
+if __name__ == "__main__":  # `--rank JSON`: a rank of `netns.run_ranks`
+    run_rank(**json.loads(sys.argv[2]))

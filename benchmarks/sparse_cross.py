@@ -19,7 +19,6 @@ queries and keys. A ratio of 1 means that N ranks are N times as fast as that ke
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -38,7 +37,6 @@ from benchmarks.engine.timing import Times, beside_one_gpu, in_turns, quotient
 from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
-from bmburst.cli import main
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
 from bmburst.schedule.layout import padded_layout
@@ -340,6 +338,3 @@ BENCHMARKS = (
         name="cross", about=__doc__, configure=_configure_cross, measure=_cross, table=cross_table, ranks=2
     ),
 )  # fmt: skip
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -7,7 +7,6 @@ ways show what the cost model should choose (`bmburst.schedule.units.unit_plans`
 """
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,6 @@ from benchmarks.engine.rows import Measured, Row, RowBenchmark
 from benchmarks.engine.timing import Times, in_turns, quotient
 from bmburst.amounts import short, tokens
 from bmburst.attention import call as decided
-from bmburst.cli import main
 from bmburst.schedule.parallelism import Strategy
 from bmburst.schedule.strategy import choose_strategy
 
@@ -102,6 +100,3 @@ BENCHMARKS = (
         name="units", about=__doc__, configure=_configure, measure=_measure, table=table, ranks=4, needs_gpu=True
     ),
 )
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "units", *sys.argv[1:]]))

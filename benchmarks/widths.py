@@ -11,7 +11,6 @@ show that the program runs.
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
@@ -28,7 +27,6 @@ from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, Row, RowBenchmark
 from benchmarks.engine.timing import in_turns
 from bmburst.amounts import tokens
-from bmburst.cli import main
 from bmburst.errors import UserError, first_line
 
 HEADS, HEAD_DIM, VALUE_DIM = 16, 192, 128
@@ -113,6 +111,3 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 BENCHMARKS = (RowBenchmark(name="widths", about=__doc__, configure=_configure, measure=_measure, table=table, ranks=2),)
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "widths", *sys.argv[1:]]))

@@ -136,7 +136,7 @@ def array_of(what: str, values: Any) -> "NDArray[Any]":
 
     try:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
-    except (ValueError, TypeError, NotImplementedError):  # NotImplementedError: a meta tensor
+    except (ValueError, TypeError, RuntimeError):  # RuntimeError: a meta tensor, a conjugate
         raise UserError(
             f"{what} must be an array of numbers, got {short_text(values)}\nfix: pass a list, a NumPy array or a tensor"
         ) from None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bmburst.amounts import short_text
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import (
     Split,
@@ -155,8 +156,16 @@ class Mesh:
             comm.active = active or comm.always
 
     def sum(self, value: float) -> float:
-        """Return the sum of `value` over all ranks. Collective; the host waits."""
-        (total,) = self.world.all_reduce(torch.tensor([value], dtype=torch.float64, device=self.world.device)).wait()
+        """Return the sum of `value` over all ranks. Collective; the host waits.
+
+        Raises:
+            UserError: It is not a number; on every rank.
+        """
+        try:
+            own = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            self.world.refuse(f"Mesh.sum adds a number of each rank, got {short_text(value)}\nfix: pass a float")
+        (total,) = self.world.all_reduce(torch.tensor([own], dtype=torch.float64, device=self.world.device)).wait()
         return float(total.item())
 
 

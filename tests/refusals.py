@@ -40,6 +40,11 @@ def refusal_of(call: Callable[..., object], *args: object, **options: object) ->
     return str(caught.value)
 
 
+def refuse(call: Callable[[], object], *words: object) -> None:
+    """Call what must be refused in these words."""
+    says(refusal_of(call), *words)
+
+
 def _whole(word: str) -> re.Pattern[str]:
     before = r"(?<!\d)(?<!\d\.)" if word[:1].isdigit() else ""
     after = r"(?!\d)(?!\.\d)" if word[-1:].isdigit() else ""

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.mesh import Mesh, MeshShape, current_mesh
+from bmburst.mesh import current_mesh
 from bmburst.recompute import checkpoint, is_recomputing
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import POLICIES, BlockBytes, Policy
 from tests.attention.counting import count_forward
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import mesh_of, run_ranks
 from tests.live_bytes import LiveBytes
 from tests.refusals import refused
 
@@ -170,7 +170,7 @@ def test_backward_twice_outside_the_mesh_and_in_another_thread(policy, forward_c
     """What a recomputation finds is what the forward found, not what is there when backward runs."""
 
     def body(comm):
-        mesh = Mesh(MeshShape(1, comm.size), comm.rank, comm, comm, comm)
+        mesh = mesh_of(comm)
         layer, x = Layer(None, 0), inputs(comm, 1).requires_grad_()
         with mesh.current():
             loss = checkpoint(policy, layer, x).square().sum()

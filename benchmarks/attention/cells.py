@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.engine.kinds import ONE_GPU, BaseCell, BaseSelection
+from bmburst.blocks.config import LlamaConfig
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.mask import Mask, SlidingWindow, make_mask
@@ -187,6 +188,23 @@ class Cell(BaseCell):
         tokens = f"{self.batch}x{self.tokens}" if self.suite == "batch" else f"{self.tokens}"
         mask = "" if self.suite == self.mask else f"/{self.mask}"
         return f"{self.suite}/{tokens}/{self.head_setup}{mask}/{self.method}"
+
+
+def cell_of(cell: BaseCell, model: LlamaConfig, tokens: int, batch: int, mask: str = "causal") -> Cell:
+    """Return the cell with the attention of a model's layer, for a cell of a benchmark of models."""
+    return Cell(
+        suite="sequence",
+        method=cell.method,
+        ranks=cell.ranks,
+        device=cell.device,
+        dtype=cell.dtype,
+        tokens=tokens,
+        batch=batch,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        mask=mask,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

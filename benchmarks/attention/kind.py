@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.attention.cells import HEAD_DIM, MASKS, SUITES, TREE, Cell, Selection, forward_flops, list_cells
 from benchmarks.engine.kinds import OK, ONE_GPU, RUNTIMES, Kind, Results, Row, selection_of
@@ -23,9 +23,6 @@ from benchmarks.engine.report import (
 )
 from bmburst.amounts import short
 from bmburst.errors import UserError
-
-if TYPE_CHECKING:
-    from benchmarks.engine.job import RankRun
 
 _PLAIN = ("sequence", "batch")  # suites whose cells take the same time for the same FLOPs
 DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
@@ -109,12 +106,6 @@ def _estimate(results: Results[Cell], cell: Cell) -> float:
     nearest = min((forward_flops(other) for other, _ in timed), key=lambda flops: abs(math.log(flops / work)))
     seconds = statistics.median(seconds for other, seconds in timed if forward_flops(other) == nearest)
     return seconds * max(0.5, work / nearest)
-
-
-def _rank_run() -> "type[RankRun[Cell]]":
-    from benchmarks.attention.measure import AttentionRun
-
-    return AttentionRun
 
 
 def describe(cell: Cell, row: Row) -> str:
@@ -313,7 +304,7 @@ KIND = Kind(
     refusal=_refusal,
     starts=_starts,
     estimate=_estimate,
-    rank_run=_rank_run,
+    rank_run="benchmarks.attention.measure:AttentionRun",
     timelines=lambda cell: tuple(f"{cell.key}/{direction}" for direction in DIRECTIONS),
     describe=describe,
     tables=tables,

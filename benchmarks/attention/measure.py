@@ -159,8 +159,8 @@ def host_microseconds(host: Callable[[], tuple[float, float]], group: RankGroup)
     began = time.perf_counter()
     once()
     group.barrier()
-    (took,) = group.all_reduce(torch.tensor([time.perf_counter() - began], device=group.device), dist.ReduceOp.MAX)
-    calls = min(_HOST_CALLS, int(_HOST_SECONDS / float(took)) + 1)
+    took = group.largest(time.perf_counter() - began)
+    calls = min(_HOST_CALLS, int(_HOST_SECONDS / took) + 1)
     seconds = [once() for _ in range(calls)][calls // 4 :]  # graphs are captured after a few calls
     medians = torch.tensor(seconds, dtype=torch.float64, device=group.device).median(0).values * 1e6
     forward, backward = group.all_reduce(medians, dist.ReduceOp.MAX).tolist()

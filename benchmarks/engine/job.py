@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Generic, cast
 
 import torch
@@ -157,7 +158,8 @@ def run_rank(folder: Path) -> None:
     """Run one rank of the job in a folder, from its start to its end."""
     job = Job.read(folder)
     device = _begin(folder, runtime=job.runtime, tensor=job.tensor)
-    load_kind(job.kind).rank_run()(job, device, folder).run()  # imported after the start, since it may import bmtrain
+    run: type[RankRun[Any]] = resolve_name(load_kind(job.kind).rank_run)  # after the start: it may import bmtrain
+    run(job, device, folder).run()
     dist.destroy_process_group()  # skipped after a failure, when it would wait for stuck ranks
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from bmburst.amounts import numbers, tokens
 from bmburst.config import read_json
@@ -184,9 +184,6 @@ class Results(Generic[C]):
         return sum(not self.is_done(cell, again=again) for cell in cells)
 
 
-if TYPE_CHECKING:
-    from benchmarks.engine.job import RankRun
-
 KINDS: Mapping[str, str] = MappingProxyType(
     {
         "attention": "benchmarks.attention.kind",
@@ -214,7 +211,7 @@ class Kind(Generic[C]):
         refusal: Returns why a cell cannot run, as far as its fields determine that, or None.
         starts: Returns, for each start of the ranks, the fields of `Job` that the kind decides: cells, ranks, options.
         estimate: Returns the approximate seconds of a cell; 0 if unknown.
-        rank_run: Returns the class that runs the cells on a rank.
+        rank_run: `MODULE:CLASS` of the `RankRun` that runs the cells on a rank.
         describe: Returns a measured row in one line, printed when the cell is done.
         tables: Returns all tables as lines of Markdown; for the notes see `benchmarks.engine.report.grid`.
         draw: Draws every comparison that has a measured cell, to files whose names begin with the given path, and
@@ -232,7 +229,7 @@ class Kind(Generic[C]):
     refusal: Callable[[C], str | None]
     starts: Callable[[argparse.Namespace, Sequence[C], tuple[int, ...]], list[dict[str, Any]]]
     estimate: Callable[[Results[C], C], float]
-    rank_run: "Callable[[], type[RankRun[C]]]"
+    rank_run: str
     describe: Callable[[C, Row], str]
     tables: Callable[[Results[C], dict[str, int]], list[str]]
     draw: Callable[[Results[C], Path], list[Path]]

@@ -167,6 +167,11 @@ class RankGroup:
             dist.all_reduce(tensor, op=op, group=self.process_group)
         return tensor
 
+    def largest(self, value: float) -> float:
+        """Return the largest of the ranks' values."""
+        own = torch.tensor(value, dtype=torch.float64, device=self.device)
+        return float(self.all_reduce(own, dist.ReduceOp.MAX).item())
+
     def barrier(self) -> None:
         """Wait until all ranks have called it and their devices are idle."""
         if self.size > 1:

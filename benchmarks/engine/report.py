@@ -250,9 +250,3 @@ def _styles_of(methods: list[str]) -> dict[str, dict[str, Any]]:
             "zorder": 3 if method == "ours" else 2,
         }
     return styles
-
-
-def save_figure(figure: Any, path: Path) -> Path:
-    """Write a figure and return its path."""
-    save_picture(figure, path)
-    return path

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from benchmarks.engine.machine import RankGroup
-from benchmarks.engine.report import WIDTH, save_figure, set_title
+from benchmarks.engine.report import WIDTH, set_title
 from bmburst.comm.streams import CALLS
-from bmburst.outputs import blank_picture, is_picture, require_own
+from bmburst.outputs import blank_picture, is_picture, require_own, save_picture
 
 LEAST = 3  # measured rounds, however long they take
 Timer = Callable[..., tuple[tuple[float, ...], ...]]
@@ -76,9 +75,7 @@ def once(call: Callable[[], object], group: RankGroup) -> float:
     group.barrier()
     before = mark(group.device)
     call()
-    own = milliseconds_between(before, mark(group.device))
-    slowest = torch.tensor([own], dtype=torch.float64, device=group.device)
-    return float(group.all_reduce(slowest, dist.ReduceOp.MAX).item())
+    return group.largest(milliseconds_between(before, mark(group.device)))
 
 
 def gpu_seconds(call: Callable[[], object], scratch: torch.Tensor | None = None) -> tuple[float, float]:
@@ -331,7 +328,8 @@ def draw_lanes(
     axes.set_xlabel("milliseconds")
     axes.grid(axis="x", alpha=0.3)
     set_title(figure, *title)
-    return save_figure(figure, picture)
+    save_picture(figure, picture)
+    return picture
 
 
 def _label(kind: str, spans: Sequence[Span], computing: Sequence[Span]) -> str:

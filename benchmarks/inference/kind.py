@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.engine.kinds import OK, Kind, Results, Row, selection_of
 from benchmarks.engine.report import (
@@ -33,9 +33,6 @@ from benchmarks.inference.cells import (
 from bmburst.amounts import numbers, short
 from bmburst.errors import UserError
 from bmburst.schedule.hardware import hardware_of
-
-if TYPE_CHECKING:
-    from benchmarks.engine.job import RankRun
 
 _BUILDING = 10.0  # seconds of a cell before its answers: creating weights, compiling kernels, warm-up
 _ANSWERS = 2  # answers of a long cell
@@ -87,12 +84,6 @@ def _estimate(results: Results[InferenceCell], cell: InferenceCell) -> float:
         return float(seconds)
     hardware = hardware_of(results.runs[-1]["device"]) if results.runs else None
     return 0.0 if hardware is None else _BUILDING + _ANSWERS * cell.seconds(hardware)
-
-
-def _rank_run() -> "type[RankRun[InferenceCell]]":
-    from benchmarks.inference.measure import InferenceRun
-
-    return InferenceRun
 
 
 def describe(cell: InferenceCell, row: Row) -> str:
@@ -267,7 +258,7 @@ KIND = Kind(
     refusal=lambda cell: cell.refusal(),
     starts=_starts,
     estimate=_estimate,
-    rank_run=_rank_run,
+    rank_run="benchmarks.inference.measure:InferenceRun",
     describe=describe,
     tables=tables,
     draw=draw,

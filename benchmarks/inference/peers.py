@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from benchmarks.attention.cells import Cell
-from benchmarks.attention.method import Setting
+from benchmarks.attention.cells import cell_of
+from benchmarks.attention.method import Attend, Setting
 from benchmarks.attention.peers import RingLi
 from benchmarks.engine.machine import RankGroup
 from benchmarks.inference.cells import CAUSAL, RING_LI, TENSOR_V1, InferenceCell
@@ -114,13 +114,14 @@ class PeerPrefill:
         self._slices = [
             LayerSlice.of(weights.layer(i), config, whole if is_ring else split) for i in range(config.num_layers)
         ]
+        self._ring: Attend | None = None
         if is_ring:
             self._way: _TensorParallel = _ContextParallel(setting.group)
+            self._ring = RingLi().bind(cell_of(cell, config, cell.tokens, cell.batch, cell.mask), setting)
         elif cell.method == TENSOR_V1:
             self._way = _TensorParallel(setting.group)
         else:
             self._way = _MegatronSequenceParallel(setting.group)
-        self._ring = RingLi().bind(_attention_cell(cell), setting) if is_ring else None
         self._pattern = flash.CAUSAL if cell.mask == CAUSAL else flash.FULL
 
     def __call__(
@@ -181,23 +182,6 @@ class PeerPrefill:
         seen = slice(0, rows.stop)
         out, _ = self._setting.kernel.forward(q, keys[:, seen], values[:, seen], self._pattern, config.head_dim**-0.5)
         return out
-
-
-def _attention_cell(cell: InferenceCell) -> Cell:
-    config = cell.config
-    return Cell(
-        suite="sequence",
-        method=cell.method,
-        ranks=cell.ranks,
-        device=cell.device,
-        tokens=cell.tokens,
-        batch=cell.batch,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=cell.dtype,
-        mask=cell.mask,
-    )
 
 
 class _Clock:

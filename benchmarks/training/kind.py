@@ -4,7 +4,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.engine.kinds import OK, Kind, Results, Row, selection_of
 from benchmarks.engine.report import (
@@ -35,9 +35,6 @@ from bmburst.recompute.policy import Policy
 from bmburst.record_format import RecordFormat
 from bmburst.schedule.hardware import machine_of
 from bmburst.train.sources import check_data_path
-
-if TYPE_CHECKING:
-    from benchmarks.engine.job import RankRun
 
 _BUILDING = 10.0  # seconds of a cell before its steps: creating weights, compiling kernels, measuring rates
 _FEW = 5  # steps of a long cell, including warm-up
@@ -133,12 +130,6 @@ def _estimate(results: Results[TrainCell], cell: TrainCell) -> float:
     return 0.0 if predicted is None else _BUILDING + STEPS.get(cell.suite, _FEW) * predicted.seconds
 
 
-def _rank_run() -> "type[RankRun[TrainCell]]":
-    from benchmarks.training.measure import TrainRun
-
-    return TrainRun
-
-
 def draw(results: Results[TrainCell], stem: Path) -> list[Path]:
     """Draw every comparison that has a measured cell, and return the pictures' paths.
 
@@ -232,7 +223,7 @@ KIND = Kind(
     refusal=lambda cell: METHODS[cell.method].refusal(cell),
     starts=_starts,
     estimate=_estimate,
-    rank_run=_rank_run,
+    rank_run="benchmarks.training.measure:TrainRun",
     describe=describe,
     tables=tables,
     draw=draw,

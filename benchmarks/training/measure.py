@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from benchmarks.attention.cells import Cell, forward_flops, one_gpu_cell
+from benchmarks.attention.cells import Cell, cell_of, forward_flops, one_gpu_cell
 from benchmarks.attention.method import Attend, LocalKernel, OneGpu, Setting, prepare
 from benchmarks.attention.methods import Ours, all_methods
 from benchmarks.engine.job import RankRun
@@ -87,18 +87,7 @@ def build_trainer(
 
 def attention_cell(cell: TrainCell) -> Cell:
     """Return the cell of the attention benchmark with the same attention."""
-    return Cell(
-        suite="sequence",
-        method=cell.method,
-        ranks=cell.ranks,
-        device=cell.device,
-        tokens=cell.tokens,
-        batch=cell.batch,
-        heads=cell.model.num_heads,
-        kv_heads=cell.model.num_kv_heads,
-        head_dim=cell.model.head_dim,
-        dtype=cell.dtype,
-    )
+    return cell_of(cell, cell.model, cell.tokens, cell.batch)
 
 
 class _Peer(torch.nn.Module):

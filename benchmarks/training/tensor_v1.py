@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from bmburst.blocks.layers import RMSNorm, TensorGroup
 from bmburst.blocks.model import Llama
-from bmburst.blocks.transformer import TransformerBlock
+from bmburst.blocks.transformer import Batch, TransformerBlock
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator
 
@@ -74,11 +74,11 @@ class _Between(torch.nn.Module):
         super().__init__()
         self.layers, self._comm = layers, comm
 
-    def forward(self, hidden: Tensor, cos: Tensor, *rest: Any) -> Tensor:
+    def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return the output of the blocks for this rank's tokens, `[batch, own tokens, hidden_size]`."""
-        assert hidden.shape[1] * self._comm.size == cos.shape[1]  # lengths of cells divide by the ranks
+        assert hidden.shape[1] * self._comm.size == batch.cos.shape[1]  # lengths of cells divide by the ranks
         gathered, cut = (partial(function, comm=self._comm) for function in (_gathered, _cut))
-        return _pair(self.layers(_pair(hidden, gathered, cut), cos, *rest), cut, gathered)
+        return _pair(self.layers(_pair(hidden, gathered, cut), batch), cut, gathered)
 
 
 def _gathered(x: Tensor, comm: CheckedCommunicator) -> Tensor:

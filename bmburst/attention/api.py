@@ -8,6 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from bmburst.amounts import require_flag
 from bmburst.attention.call import decide
 from bmburst.attention.function import SequenceAttention, check_sink, with_sink
 from bmburst.attention.heads import executor_of
@@ -167,8 +168,18 @@ def burst_attention(
         transport=transport,
         deterministic=deterministic,
     )
+    _require_flags(group, return_lse=return_lse)
     out, lse = attend(q, k, v, length, group, options, key_length, sink)
     return (out, lse) if return_lse else out
+
+
+def _require_flags(group: object, **flags: object) -> None:
+    """Refuse values that are no bools, on every rank."""
+    for name, value in flags.items():
+        try:
+            require_flag(name, value)
+        except UserError as error:
+            resolve_group(group).refuse(str(error))
 
 
 def attend(
@@ -335,6 +346,7 @@ def _attend(
 ) -> Tensor:
     if flash is not None and flash not in _FLASH:
         resolve_group(process_group).refuse(str(unknown("flash", flash, _FLASH)))
+    _require_flags(process_group, causal=causal, optimize_bwd_comm=optimize_bwd_comm)
     if flash is None:  # `burst_attention` refuses other inputs, on every rank
         q, k, v = (t.transpose(1, 2) if isinstance(t, Tensor) and t.dim() == 4 else t for t in (q, k, v))
     out = burst_attention(

@@ -182,11 +182,12 @@ class Executor(NamedTuple):
     Attributes:
         forward: Maps `(call, q, k, v, *others)` to this rank's output, in q's dtype, and log-sum-exp, in fp32 or wider.
             Padding rows give zero and `-inf`.
-        backward: Maps `(call, BackwardInputs, *others)` to the gradients of all inputs, in their dtype or wider.
+        backward: Maps `(call, BackwardInputs, *others)` to the gradients of all inputs, in their dtype or wider; of
+            `others` None for one that needs none.
     """
 
     forward: Callable[..., Partial]
-    backward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[..., tuple[Tensor | None, ...]]
 
 
 class DecidedCalls(Generic[Call]):
@@ -225,16 +226,17 @@ def decide(
     length: int | None,
     options: AttentionOptions,
     key_length: int | None = None,
+    latent_dim: int = 0,
 ) -> AttentionCall:
     """Check the inputs and choose kernel and strategy.
 
     A call with inputs of the same kind as an earlier call reuses its checks and its decision: deciding takes the host a
-    sixth of a millisecond, during which no kernel runs.
+    sixth of a millisecond, during which no kernel runs. For `latent_dim` see `HeadShapes`.
 
     Raises:
         UserError: The inputs or options are not supported. If the group compares its ranks, all of them raise it.
     """
-    anew = partial(_decide, comm, q, k, v, length, options, key_length)
+    anew = partial(_decide, comm, q, k, v, length, options, key_length, latent_dim)
     if comm.active or not isinstance(length, int | None) or not isinstance(key_length, int | None):
         return anew()
     try:
@@ -242,7 +244,7 @@ def decide(
         kind = [(type(t), t.layout, t.is_nested, t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)]
     except (AttributeError, RuntimeError, TypeError):  # no dense tensor, or an unhashable option: `_decide` refuses it
         return anew()
-    return decided.get(tuple(kind), anew)
+    return decided.get((latent_dim, *kind), anew)
 
 
 def _decide(
@@ -253,6 +255,7 @@ def _decide(
     length: int | None,
     options: AttentionOptions,
     key_length: int | None,
+    latent_dim: int,
 ) -> AttentionCall:
     request = StrategyRequest.of(comm, options.strategy, options.transport, comm.ulysses_degree)
 
@@ -264,7 +267,7 @@ def _decide(
         queries = Side(options.layout, q.shape[1], length)
         keys = Side(options.key_layout or options.layout, k.shape[1], key_length) if is_cross else None
         layout, real, mask = attended(comm.size, queries, keys, make_mask(options.mask))
-        shapes = head_shapes(layout, q, k, v)
+        shapes = replace(head_shapes(layout, q, k, v), latent_dim=latent_dim)
         call = AttentionCall(
             comm=comm,
             kernel=options.kernel_for(kernel_needs(layout, mask), q, k, v),
@@ -278,6 +281,7 @@ def _decide(
             is_cross=is_cross,
         )
         hints = f"nodes {comm.nodes}\nheads {comm.ulysses_degree}"
+        hints += f"\nlatents of {latent_dim}" if latent_dim else ""
         return (call, shapes), f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
 
     return request.place(*comm.decided(check))

@@ -59,7 +59,8 @@ class SequenceAttention(torch.autograd.Function):
         grad_out, delta = output_gradients(out, grad_out, grad_lse)
         with no_autocast(q.device.type), traced("attention backward"):
             grads = ctx.executor.backward(call, BackwardInputs(grad_out, q, k, v, lse, delta), *others)
-        return None, None, *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v, *others), strict=True))
+        inputs = q, k, v, *others
+        return None, None, *(grad if grad is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
 
 
 def output_gradients(out: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,3 @@ def dtype_of(name: str) -> "torch.dtype":
         raise KeyError(name)
     found: torch.dtype = getattr(torch, name)
     return found
-
-
-def name_of(dtype: "torch.dtype") -> str:
-    """Return the name of a type, without "torch."."""
-    return str(dtype).removeprefix("torch.")

@@ -81,8 +81,6 @@ FAMILIES = {
     ),  # arXiv:2404.06395; its code is published with its weights, not in transformers
 }
 _INSTEAD = "train it in transformers: docs/hugging_face.md"
-
-
 _LACKING = {"gemma2": "logit softcap (attn_logit_softcapping)", "gpt_oss": "attention sinks"}
 """Rejected families, with the attention feature that bmburst's own models lack."""
 
@@ -117,7 +115,7 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"a {name} model has {_LACKING[name]}, which bmburst's own models do not have; without it "
             "the model computes something else\n"
-            f"allowed: model_type {', '.join(FAMILIES)}\nfix: train it in transformers: docs/hugging_face.md"
+            f"allowed: model_type {', '.join(FAMILIES)}\nfix: {_INSTEAD}"
         )
     require_known("model_type", name, FAMILIES)
     family = FAMILIES[str(name)]
@@ -156,7 +154,7 @@ def write_settings(
         values["sliding_window"] = sliding_window
     elif family.windows == "layer":
         on = sliding_window is not None
-        kind = "sliding_attention" if on else "full_attention"
+        kind = _SLIDING if on else _FULL
         values |= {"use_sliding_window": on, "sliding_window": sliding_window, "layer_types": [kind] * num_layers}
         values["max_window_layers"] = 0 if on else num_layers
     return values

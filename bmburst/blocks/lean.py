@@ -17,7 +17,6 @@ Weight gradients are accumulated over chunks in fp32 and rounded once. Results e
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +24,6 @@ from torch import Tensor
 
 from bmburst.attention.api import resolve_group
 from bmburst.attention.module import BurstAttention
-from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import kv_heads_at_once
 from bmburst.blocks.layers import Linear, RMSNorm
 from bmburst.recompute.checkpointing import Tape, is_keeping, recording
@@ -40,23 +38,12 @@ from bmburst_ops.rotary import rotate
 from bmburst_ops.swiglu import swiglu
 
 if TYPE_CHECKING:
-    from bmburst.blocks.transformer import TransformerBlock
+    from bmburst.blocks.transformer import Batch, TransformerBlock
 
 _EVERYTHING = Policy(attention=1.0)
 MLPOutputs = tuple[Tensor, Tensor]
 """The outputs of gate and up for a chunk of tokens, `[rows, intermediate_size]` each."""
 KeepOutputs = Callable[[MLPOutputs], None]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Batch:
-    """Arguments of all blocks besides the stream; see `TransformerBlock.forward`."""
-
-    cos: Tensor
-    sin: Tensor
-    length: int | None
-    mask: MaskOption | None
-    keys: Tensor | None = None
 
 
 class GradientSums:
@@ -103,7 +90,7 @@ class BlockWork:
         batch: Rotary tables, length and mask.
     """
 
-    def __init__(self, block: "TransformerBlock", hidden: Tensor, batch: Batch) -> None:
+    def __init__(self, block: "TransformerBlock", hidden: Tensor, batch: "Batch") -> None:
         self._block, self._attention, self._batch, self._shape = block, block.self_attn, batch, hidden.shape
         self._stream = hidden.reshape(-1, hidden.shape[-1])
         count = len(self._stream)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from bmburst.blocks.kinds import kind_of
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 
@@ -192,6 +193,16 @@ class LoRAConfig:
     def trained(self, model: "LlamaConfig") -> int:
         """Return the number of trained parameters: adapters, and modules that are trained whole."""
         return self.parameters(model) + self.saved(model)
+
+    def trained_kinds(self, model: "LlamaConfig") -> frozenset[str]:
+        """Return the kinds (`bmburst.blocks.kinds`) of a model's trained parameters; all of them without adapters.
+
+        A head that is the embedding is of the kind "embeddings".
+        """
+        whole = [name for name, _ in _whole_modules(model) if not self.is_on or self.is_saved(f"{name}.weight")]
+        found = {kind_of(name, (2, 2) if name in _TABLES.values() else (2,)) for name in whole}
+        found |= {kind_of(_MODULES[name], (2, 2)) for name in (self.matrices if self.is_on else TARGETS)}
+        return frozenset(found | ({"biases"} if model.qkv_bias and not self.is_on else set()))
 
     def elements(self, model: "LlamaConfig", tensor: int = 1) -> int:
         """Return the most elements of adapters of a block on one tensor rank.

@@ -20,7 +20,7 @@ from bmburst.blocks.rope import rotary_tables
 from bmburst.blocks.sharded import ShardedBlock
 from bmburst.blocks.stages import Stage, StageBlocks
 from bmburst.blocks.streamed import StreamedBlock
-from bmburst.blocks.transformer import AttentionFactory, NormFactory, TransformerBlock
+from bmburst.blocks.transformer import AttentionFactory, Batch, NormFactory, TransformerBlock
 from bmburst.comm.host_memory import HostMemory, ShardCopies
 from bmburst.errors import UserError
 from bmburst.loss import DEFAULT_CHUNK, IGNORE_INDEX, require_ids, token_loss_sum
@@ -116,7 +116,7 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         stage: Stage,
     ) -> None:
         super().__init__()
-        self.config, self.tensor, self.stage, self.dtype = config, tensor, stage, dtype
+        self.dtype = dtype
         store, segments, copies = HostStore(host_memory), BlockSegments(), ShardCopies(host_memory)
         is_4bit = lora is not None and lora.is_4bit
         # ZeRO-2 keeps the weights of all blocks gathered from forward to backward.
@@ -134,9 +134,8 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
 
         def block(number: int, policy: Policy) -> TransformerBlock:
             prefetches = recompute.prefetches(number, config.num_layers)
-            shared = tensor, store, segments, mlp_chunk, norm, lora
-            of_block = partial(TransformerBlock, layer=number, kept_apart=kept_apart, prefetches=prefetches)
-            return of_block(config, attention, dtype, policy, *shared)
+            given = config, attention, dtype, policy, tensor, store, segments, mlp_chunk, norm, lora
+            return TransformerBlock(*given, layer=number, kept_apart=kept_apart, prefetches=prefetches)
 
         policies = recompute.of_layers(config.num_layers)
         if stage.is_first or (stage.is_last and config.tie_embeddings):
@@ -151,27 +150,6 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
             for name in ("embed_tokens", "norm"):
                 if (module := self._modules.get(name)) is not None:
                     freeze(module, lora, f"model.{name}.")
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        length: int | None,
-        embedding: Tensor | None,
-        mask: MaskOption | None = None,
-        keys: Tensor | None = None,
-        stream: Tensor | None = None,
-    ) -> Tensor:
-        """Return the final hidden states `[batch, own tokens, hidden_size]`: this rank's share of its tensor group.
-
-        See `Llama.forward`; `embedding` is the gathered embedding table. In a pipeline, stages after the first get the
-        `stream` of the stage before instead, and stages before the last return their stream, which is not normed.
-        """
-        cos, sin = rotary_tables(self.config, positions, length, self.dtype)
-        if embedding is not None:
-            stream = rows_of(self.tensor.own(tokens), embedding, factor=self.config.embedding_scale)
-        hidden: Tensor = self.layers(stream, cos, sin, length, within(self.config.sliding_window, mask), keys)
-        return self.norm(hidden) if self.stage.is_last else hidden
 
 
 class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
@@ -429,6 +407,11 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         keys: Tensor | None = None,
         stream: Tensor | None = None,
     ) -> Tensor:
+        """Return the final hidden states `[batch, own tokens, hidden_size]`: this rank's share of its tensor group.
+
+        `embedding` is the gathered embedding table. In a pipeline, stages after the first get the `stream` of the stage
+        before instead, and stages before the last return their stream, which is not normed.
+        """
         if tokens.shape != positions.shape or tokens.dim() != 2:
             raise UserError(
                 f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)} differ in shape\n"
@@ -437,8 +420,13 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         if not (tokens.is_cuda and self._checked_on_device):
             require_ids("token id", tokens, self.config.vocab_size)
             self._checked_on_device = True
-        hidden: Tensor = self.model(tokens, positions, length, embedding, mask, keys, stream)
-        return hidden
+        config, model = self.config, self.model
+        cos, sin = rotary_tables(config, positions, length, model.dtype)
+        if embedding is not None:
+            stream = rows_of(self.tensor.own(tokens), embedding, factor=config.embedding_scale)
+        batch = Batch(cos, sin, length, within(config.sliding_window, mask), keys)
+        hidden: Tensor = model.layers(stream, batch)
+        return model.norm(hidden) if self.stage.is_last else hidden
 
     def _head(self, embedding: Tensor | None) -> Tensor:
         """Return the gathered weight of the head; a tied head reuses the gathered embedding."""

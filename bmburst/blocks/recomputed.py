@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bmburst.blocks.lean import Batch, BlockWork, KeepOutputs, MLPOutputs, whole_tape
+from bmburst.blocks.lean import BlockWork, KeepOutputs, MLPOutputs, whole_tape
 from bmburst.errors import UserError
 from bmburst.recompute.checkpointing import Recomputation, Tape, recording
 from bmburst.recompute.host_store import MLP_OUTPUTS, OffloadGroup
 from bmburst_ops.errors import first_order
 
 if TYPE_CHECKING:
-    from bmburst.blocks.transformer import TransformerBlock
+    from bmburst.blocks.transformer import Batch, TransformerBlock
 
 
-def recomputed_block(block: "TransformerBlock", hidden: Tensor, batch: Batch) -> Tensor:
+def recomputed_block(block: "TransformerBlock", hidden: Tensor, batch: "Batch") -> Tensor:
     """Return the stream after a block, `[batch, tokens, hidden_size]`; backward recomputes its activations.
 
     Backward overwrites the gradient of the output. Tensor parallelism is not supported.
@@ -43,7 +43,7 @@ class _RecomputedBlock(torch.autograd.Function):
     """Saves the parameter objects, not their data: ZeRO-3 frees the data after forward and gathers it for backward."""
 
     @staticmethod
-    def forward(ctx: Any, block: "TransformerBlock", batch: Batch, hidden: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, block: "TransformerBlock", batch: "Batch", hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.done = _Pass(block, batch)
         ctx.segment = block.segments.join(ctx.done, hidden)
         saved = () if ctx.segment or ctx.done.offload(hidden) else (hidden,)
@@ -88,7 +88,7 @@ class _Pass:
         again: All attention results, from the recompute of its segment until its backward.
     """
 
-    def __init__(self, block: "TransformerBlock", batch: Batch) -> None:
+    def __init__(self, block: "TransformerBlock", batch: "Batch") -> None:
         self.block, self.batch, policy = block, batch, block.recompute
         self._group = None if policy.offload == "nothing" else block.store.new_group()
         self._mlp_group: OffloadGroup | None = None

@@ -101,8 +101,8 @@ def _dynamic_base(config: LlamaConfig, scaling: RopeScaling, length: int | None)
 
 def _yarn(config: LlamaConfig, scaling: RopeScaling) -> tuple[Tensor, float]:
     """arXiv:2309.00071, equations 19 to 23: keep high frequencies, interpolate low ones, with a linear ramp between."""
-    trained = _trained_length(scaling)
-    dim, base = config.head_dim, config.rope_theta
+    trained, dim, base = scaling.original_max_position_embeddings, config.head_dim, config.rope_theta
+    assert trained is not None  # RopeScaling requires it
 
     def pair_that_turns(times: float) -> float:
         """Index (a real number) of the pair that makes this many turns over the training length."""
@@ -120,15 +120,10 @@ def _yarn(config: LlamaConfig, scaling: RopeScaling) -> tuple[Tensor, float]:
 
 def _llama3(config: LlamaConfig, scaling: RopeScaling) -> Tensor:
     """Llama 3.1 (meta-llama/llama-models, apply_scaling): by wavelength, with a linear blend between the two limits."""
-    trained = _trained_length(scaling)
+    trained = scaling.original_max_position_embeddings
+    assert trained is not None  # RopeScaling requires it
     plain = _plain(config.rope_theta, config.head_dim)
     turns = trained * plain / (2 * math.pi)  # over the training length
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * plain / scaling.factor + blend * plain
-
-
-def _trained_length(scaling: RopeScaling) -> int:
-    if scaling.original_max_position_embeddings is None:  # RopeScaling rejects this
-        raise AssertionError(f"rope_scaling {scaling.kind} without original_max_position_embeddings")
-    return scaling.original_max_position_embeddings

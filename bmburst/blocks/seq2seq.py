@@ -119,14 +119,14 @@ class _Layer(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
 
 
 class EncoderLayer(_Layer):
-    """A layer of the encoder: `(hidden, length, mask)` to hidden."""
+    """A layer of the encoder: `(hidden, batch)` to hidden."""
 
-    def _forward(self, hidden: Tensor, length: int | None, mask: MaskOption | None) -> Tensor:
-        return self._fed(self._attended(hidden, length, mask))
+    def _forward(self, hidden: Tensor, batch: Seq2SeqBatch) -> Tensor:
+        return self._fed(self._attended(hidden, batch.lengths[0], batch.masks.source))
 
 
 class DecoderLayer(_Layer):
-    """A layer of the decoder: `(hidden, encoded, length, key_length, mask, cross_mask)` to hidden."""
+    """A layer of the decoder: `(hidden, batch, encoded)` to hidden."""
 
     def __init__(
         self,
@@ -142,18 +142,11 @@ class DecoderLayer(_Layer):
         self.encoder_attn = Attention(width, heads, cross, dtype=dtype)
         self.encoder_attn_layer_norm = LayerNorm(width, dtype=dtype)
 
-    def _forward(
-        self,
-        hidden: Tensor,
-        encoded: Tensor,
-        length: int | None,
-        key_length: int | None,
-        mask: MaskOption | None,
-        cross_mask: MaskOption | None,
-    ) -> Tensor:
-        hidden = self._attended(hidden, length, mask)
+    def _forward(self, hidden: Tensor, batch: Seq2SeqBatch, encoded: Tensor) -> Tensor:
+        (key_length, length), masks = batch.lengths, batch.masks
+        hidden = self._attended(hidden, length, masks.target)
         hidden = self.encoder_attn_layer_norm(
-            hidden + self.encoder_attn(hidden, length, cross_mask, encoded, key_length)
+            hidden + self.encoder_attn(hidden, length, masks.cross, encoded, key_length)
         )
         return self._fed(hidden)
 
@@ -330,9 +323,6 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
     def _hidden(self, batch: Seq2SeqBatch, table: Tensor) -> Tensor:
         if not isinstance(batch, Seq2SeqBatch):
             raise UserError(f"a batch must be a Seq2SeqBatch, got {type(batch).__name__}\nfix: model.cut.batch(...)")
-        (source_length, target_length), masks = batch.lengths, batch.masks
-        encoded = self.model.encoder(batch.source, table, source_length, masks.source)
-        hidden: Tensor = self.model.decoder(
-            batch.target, table, encoded, target_length, source_length, masks.target, masks.cross
-        )
+        encoded = self.model.encoder(batch.source, table, batch)
+        hidden: Tensor = self.model.decoder(batch.target, table, batch, encoded)
         return hidden

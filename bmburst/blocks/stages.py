@@ -12,7 +12,7 @@ communicators only.
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import bmtrain as bmt
 import torch
@@ -24,6 +24,7 @@ from bmburst.schedule.pipeline import require_stages, stage_layers
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
+    from bmburst.blocks.transformer import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,10 @@ class StageBlocks(bmt.TransformerBlockList):  # type: ignore[misc]  # BMTrain ha
         super().__init__(list(blocks))
         self._modules = {str(number): each for number, each in zip(numbers, list(self), strict=True)}
 
-    def forward(self, hidden: Tensor, *args: Any) -> Tensor:
-        """Return the stream after the last block; `args` are the other arguments of each block."""
+    def forward(self, hidden: Tensor, batch: "Batch") -> Tensor:
+        """Return the stream after the last block."""
         for block in self:
-            hidden = block(hidden, *args)
+            hidden = block(hidden, batch)
         return hidden
 
 

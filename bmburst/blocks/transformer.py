@@ -6,6 +6,7 @@ tensor group.
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from threading import Thread
 
@@ -17,7 +18,6 @@ from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.config import mlp_chunk as choose_chunk
 from bmburst.blocks.layers import Composite, Linear, RMSNorm, TensorGroup, add_adapters, keep_apart, project
-from bmburst.blocks.lean import Batch
 from bmburst.blocks.recomputed import BlockSegments, recomputed_block
 from bmburst.recompute.checkpointing import checkpoint, is_recomputing
 from bmburst.recompute.host_store import MLP_OUTPUTS, HostStore
@@ -33,6 +33,25 @@ AttentionFactory = Callable[[], torch.nn.Module]
 """Returns the attention of one block: forward(q, k, v, length, mask) on `[batch, local_tokens, heads, head_dim]`."""
 NormFactory = Callable[..., RMSNorm]
 """Returns an `RMSNorm` for a number of features and a factor."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """What all blocks get besides the stream.
+
+    Attributes:
+        cos: `[batch, tokens, head_dim / 2]` of all tokens of the tensor group, fp32 or wider.
+        sin: As `cos`.
+        length: Tokens of the whole sequence over all ranks, without padding; None: there is no padding.
+        mask: Mask of the batch; replaces that of the attention module.
+        keys: See `Llama.loss`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    length: int | None
+    mask: MaskOption | None
+    keys: Tensor | None
 
 
 class SelfAttention(Composite):
@@ -70,26 +89,18 @@ class SelfAttention(Composite):
         if isinstance(self.attention, BurstAttention):
             self.attention.masks_are_own = True  # every stage has the whole batch
 
-    def forward(
-        self,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        length: int | None,
-        mask: MaskOption | None = None,
-        keys: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return `[batch, own tokens, hidden_size]`; see `TransformerBlock.forward`."""
-        gathered = self.tensor.gather(hidden, cos.shape[1])
+        gathered = self.tensor.gather(hidden, batch.cos.shape[1])
 
-        projected = project(gathered, self.q_proj, self.k_proj, self.v_proj, keys=keys)
+        projected = project(gathered, self.q_proj, self.k_proj, self.v_proj, keys=batch.keys)
         query, key, value = (each.view(*gathered.shape[:2], -1, self.head_dim) for each in projected)
         del projected  # rotary embedding returns new query and key tensors; the old ones can be freed
         if self.has_norms:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary_to((query, key), cos, sin)
-        mixed: Tensor = self.attention(query, key, value, length, mask)
-        return self.tensor.add_up(self.o_proj(mixed.flatten(-2), keys=keys))
+        query, key = apply_rotary_to((query, key), batch.cos, batch.sin)
+        mixed: Tensor = self.attention(query, key, value, batch.length, batch.mask)
+        return self.tensor.add_up(self.o_proj(mixed.flatten(-2), keys=batch.keys))
 
 
 class MLP(Composite):
@@ -185,56 +196,32 @@ class TransformerBlock(Composite):
         self.recompute, self.store, self.segments, self.factor = policy, store, segments, config.residual_scale
         self._prefetches = prefetches
 
-    def forward(
-        self,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        length: int | None,
-        mask: MaskOption | None = None,
-        keys: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return the residual stream after this block.
 
         Args:
             hidden: `[batch, own tokens, hidden_size]`: this rank's share of the tokens of its tensor group.
-            cos: `[batch, tokens, head_dim / 2]` of all tokens of the tensor group, fp32 or wider; shared by all blocks.
-            sin: As `cos`.
-            length: Tokens of the whole sequence over all ranks, without padding; None: there is no padding.
-            mask: Mask of the batch; replaces that of the attention module.
-            keys: See `Llama.loss`.
+            batch: Rotary tables, length and mask.
         """
         prefetch = None
         if not self.recompute.offloads and torch.is_grad_enabled():
             self.store.settle()
             prefetch = self.store.prefetcher() if self._prefetches else None
         if self.recompute.recomputes and self.mlp.tensor.size == 1:
-            return recomputed_block(self, hidden, Batch(cos, sin, length, mask, keys))
-        result: Tensor = checkpoint(
-            self.recompute, self._forward, hidden, cos, sin, length, mask, keys, store=self.store
-        )
+            return recomputed_block(self, hidden, batch)
+        result: Tensor = checkpoint(self.recompute, self._forward, hidden, batch, store=self.store)
         if prefetch is not None:
             result.register_hook(prefetch)
         return result
 
-    def _forward(
-        self,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        length: int | None,
-        mask: MaskOption | None,
-        keys: Tensor | None,
-    ) -> Tensor:
+    def _forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         hidden, normed = self.input_layernorm.of_stream(hidden)
         # The attention output gets no name: a local variable would keep it alive until the MLP is done.
-        hidden, normed = self.post_attention_layernorm.of_stream(
-            hidden, self.self_attn(normed, cos, sin, length, mask, keys), self.factor
-        )
+        hidden, normed = self.post_attention_layernorm.of_stream(hidden, self.self_attn(normed, batch), self.factor)
         self.store.settle(MLP_OUTPUTS)  # the block before has copied them while attention ran
         # Backward does not read the MLP's result, so that recompute can skip it.
         is_needed = not is_recomputing(self._forward)
-        mlp: Tensor = self.mlp(normed, cos.shape[1], keys, is_needed=is_needed)
+        mlp: Tensor = self.mlp(normed, batch.cos.shape[1], batch.keys, is_needed=is_needed)
         return torch.add(hidden, mlp, alpha=self.factor)
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from bmburst.blocks.dtypes import dtype_of, name_of
+from bmburst.blocks.dtypes import dtype_of
 from bmburst.blocks.lora import ALL, SAVABLE, TARGETS, LoRAConfig, in_words
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.base_model import Base
@@ -25,6 +25,7 @@ from bmburst.config import read_json
 from bmburst.config.fields import shown
 from bmburst.config.foreign import Key, keys, require_keys
 from bmburst.errors import UserError
+from bmburst_ops.dtypes import name_of
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.dtypes import DTYPE_NAMES, dtype_of, name_of
+from bmburst.blocks.dtypes import DTYPE_NAMES, dtype_of
 from bmburst.checkpoint.adapter import is_adapter_directory, open_merged
 from bmburst.checkpoint.files import STATE_FILE, require_whole
 from bmburst.checkpoint.hugging_face import (
@@ -30,6 +30,7 @@ from bmburst.data.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
 from bmburst.data.tokenizer_folder import TOKENIZER_FILE, require_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import replacing
+from bmburst_ops.dtypes import name_of
 
 FAMILIES = (HUGGING_FACE, "bmburst", MODEL_CENTER)
 PART_BYTES = 5 * 10**9

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.dtypes import name_of
 from bmburst.blocks.families import SCALES
 from bmburst.blocks.lora import TARGETS
 from bmburst.checkpoint.derived import (
@@ -42,6 +41,7 @@ from bmburst.checkpoint.sharded_files import (
 from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
 from bmburst.errors import UserError
+from bmburst_ops.dtypes import name_of
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama

@@ -199,7 +199,8 @@ def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_CheckRun, ...]:
     ]
     if config.dtype != "float32":
         # A kernel chosen for 16-bit inputs may not support fp32.
-        exact = config.replace(parallel=dataclasses.replace(alone, kernel="auto"), dtype="float32")
+        optimizer = dataclasses.replace(config.optimizer, kernel="auto")
+        exact = config.replace(parallel=dataclasses.replace(alone, kernel="auto"), optimizer=optimizer, dtype="float32")
         runs.append(_CheckRun(name="exact", nproc=1, config=exact))
     return tuple(runs)
 

@@ -147,7 +147,7 @@ def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> 
         _outputs(config)
     elif config.output is not None:
         raise UserError(
-            f"--output {config.output} has no effect\nallowed: with --by-position or --passkey\n"
+            f"--output {config.output} has no effect\nallowed: with --by-position, --passkey or --tasks\n"
             "fix: add --by-position, or leave --output out"
         )
     nproc = world_size or ranks_to_start(config.nproc)

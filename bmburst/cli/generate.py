@@ -26,6 +26,7 @@ from bmburst.cli.model import (
     settle_ranks,
 )
 from bmburst.cli.program import any_text
+from bmburst.config import option_name
 from bmburst.errors import UserError
 from bmburst.launch.beginning import Beginning
 from bmburst.launch.handover import Request, run_command
@@ -63,6 +64,7 @@ _SAMPLING = (
     ("--num-samples", int, "N", "answers to each prompt (default: 1)"),
     ("--logprobs", int, "N", "write log-probabilities, of the new tokens and of the N most probable ones"),
 )
+_OF_CHANCE = ("top_k", "top_p", "min_p", "seed")  # have an effect only where an answer is drawn
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -134,6 +136,12 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
         if (value := getattr(args, name)) is not None:
             given[name] = convert_option(option, name, value)
     options = generation_options(source.defaults, **given)
+    if options.is_greedy and (idle := [name for name in _OF_CHANCE if name in given]):
+        option = option_name(idle[0], {})
+        raise UserError(
+            f"{option} has no effect with temperature 0, which takes the most probable token\n"
+            f"allowed: a --temperature above 0\nfix: --temperature 1 too, or leave {option} out"
+        )
     TextStream(source.tokenizer, options.stop)
     encoder = PromptEncoder(source.tokenizer, source.weights.config.vocab_size, chat=args.chat)
     texts = args.prompt or [None]

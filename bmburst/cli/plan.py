@@ -181,13 +181,8 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in given_options(args, TrainConfig).items() if name in _SETTINGS}
     settings = dict(flat(read_layer(TrainConfig, given, "")))
     if args.calibrate:
-        _refuse(
-            args,
-            settings,
-            (*_SETTINGS, "generate", "longest", "model", "write", "json", "nodes", *_TREES),
-            "--calibrate",
-            (),
-        )
+        others = (*_SETTINGS, *_OF_TRAINING, "generate", "max_new_tokens", "model", "json")
+        _refuse(args, settings, others, "--calibrate", ("output",))
         return calibrate_machine(args)
     if args.generate:
         _refuse(args, settings, (*_SETTINGS, *_OF_TRAINING), "--generate", _OF_GENERATION)

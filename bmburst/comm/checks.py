@@ -21,6 +21,7 @@ from bmburst.comm.communicator import Communicator, CompletedTransfer, OnCurrent
 from bmburst.comm.waits import WaitMeter, traced
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Exchange
+from bmburst_ops.dtypes import name_of
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class Mismatch(UserError):
 
 def describe_tensors(*tensors: Tensor) -> str:
     """Return shapes and dtypes as a short text: `float32[2, 8], int64[4]`."""
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+    return ", ".join(f"{name_of(t.dtype)}{list(t.shape)}" for t in tensors)
 
 
 def contents(tensor: Tensor) -> str:

@@ -178,7 +178,7 @@ class RecordEncoder:
             rendering the conversation with and without it, and is learned from its text on.
 
     Raises:
-        UserError: The file cannot be read.
+        UserError: The file cannot be read, or the tokenizer has no messages.
     """
 
     def __init__(
@@ -193,6 +193,11 @@ class RecordEncoder:
         self._loaded: ChatTemplate | None = None
         if chat_template is not None:
             template_text(chat_template)
+            if not isinstance(tokenizer, HuggingFaceTokenizer):
+                raise UserError(
+                    f"the chat template {chat_template} has no effect with the tokenizer '{tokenizer.name}', which "
+                    f"encodes no messages\nallowed: a Hugging Face tokenizer\nfix: leave out {_OPTION}"
+                )
 
     @property
     def identity(self) -> str:

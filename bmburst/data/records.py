@@ -170,7 +170,8 @@ def read_records(
     if missing:
         raise UserError(
             f"no record has the column {', '.join(map(repr, sorted(missing)))}, which the options name\n"
-            "allowed: columns of the data\nfix: correct --data.columns or --data.messages_field"
+            "allowed: columns of the data\n"
+            "fix: correct --columns or --messages-field, in bmburst train --data.columns or --data.messages_field"
         )
 
 

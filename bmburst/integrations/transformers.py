@@ -55,7 +55,13 @@ from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
 
 _OPTIONS = frozenset({"deterministic", "kernel", "strategy", "transport"})
-_OWN = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
+_ELSEWHERE = {
+    **{name: f"pass the whole batch's {name} to split.part" for name in ("input_ids", "labels", "position_ids")},
+    "attention_mask": "pass the whole batch's attention_mask to split.part",
+    "inputs_embeds": "a forward hook on model.get_input_embeddings() that returns part.cut.take(inputs_embeds)",
+    "num_items_in_batch": "part.loss(model, valid=split.valid(*parts)), of all parts of the step",
+}
+"""Arguments of a model that a part replaces, and what to do instead."""
 
 
 def register() -> None:
@@ -315,11 +321,8 @@ class Part:
         """Check the model, call it, and return its logits."""
 
         def decide() -> tuple[None, str]:
-            if twice := sorted(_OWN & set(inputs)):
-                raise UserError(
-                    f"{twice[0]} is already part of the split batch\n"
-                    f"fix: pass the whole batch's {twice[0]} to split.part"
-                )
+            for name in (each for each in _ELSEWHERE if each in inputs):
+                raise UserError(f"{name} is given with a split batch, which has its own\nfix: {_ELSEWHERE[name]}")
             if not routed and asks_router_loss(model, inputs):
                 raise UserError(
                     "the router's loss is no part of logits\nallowed: Part.loss, which adds it\n"
@@ -343,7 +346,8 @@ class Part:
             result = model(input_ids=self.input_ids, **(ours | inputs))
         found: Tensor | None = getattr(result, "logits", None)
         if found is None:
-            raise UserError(f"{type(model).__name__} returns no logits\nfix: give a causal LM, AutoModelForCausalLM")
+            fix = "leave return_dict out" if isinstance(result, tuple) else "give a causal LM, AutoModelForCausalLM"
+            raise UserError(f"{type(model).__name__} returns no logits\nfix: {fix}")
         return found
 
     def _require_tokens(self, model: torch.nn.Module, logits: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from bmburst.attention.api import attend
 from bmburst.attention.call import decide
 from bmburst.attention.function import beside_sink
+from bmburst.attention.latents import attend_latents
 from bmburst.attention.options import AttentionOptions, MaskOption, require_softcap
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
@@ -205,6 +206,7 @@ class SequenceMask:
         softcap: float | None = None,
         sink: Tensor | None = None,
         layer: Any = None,
+        weight: Tensor | None = None,
     ) -> Tensor:
         """Return attention's output, `[batch, local_tokens, heads, value_dim]`.
 
@@ -216,10 +218,14 @@ class SequenceMask:
             softcap: See `burst_attention`.
             sink: See `burst_attention`.
             layer: A `SplitLayer` with the tokens of earlier turns; None: there are none.
+            weight: See `attend_latents`; k and v are then latents and rotary keys. None: keys and values.
         """
         if self.query_scale is not None:
             q = (q * self.query_scale).to(q.dtype)
         options = self._options(scale, softcap)
+        if weight is not None:
+            assert sink is None and layer is None
+            return attend_latents(q, k, v, weight, self._length, self.comm, options)
         if layer is None:
             return attend(q, k, v, self._length, self.comm, options, sink=sink)[0]
         part = Partial(*attend(q, k, v, self._length, self.comm, options))
@@ -361,6 +367,7 @@ def attention(
         return found
     require_softcap(softcap)
     layer, sink = getattr(key, "split_layer", None), asked.pop("s_aux", None)
+    weight = getattr(key, "expanded_by", None)  # key and value are then latents and rotary keys
     if layer is not None and isinstance(attention_mask, CachedMask):
         if dropout:
             raise _cannot(f"dropout of {dropout:g} in attention", "model.eval()")
@@ -377,11 +384,13 @@ def attention(
     if torch.is_autocast_enabled(query.device.type):  # norms and rotary embeddings return fp32
         low = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(low), key.to(low), value.to(low)
+        weight = None if weight is None else weight.to(low)
     relay = None if layer is None else layer.relay
     if relay is not None:  # keys and values have been moved to the layout of the cache
         query, attention_mask = relay.there.move(query, 2), attention_mask.laid_out(relay.layout)
     inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    out = attention_mask.attend(*inputs, scaling, softcap, sink, None if layer is None or layer.begins else layer)
+    earlier = None if layer is None or layer.begins else layer
+    out = attention_mask.attend(*inputs, scaling, softcap, sink, earlier, weight)
     if relay is not None:
         out = relay.back.move(out, 1)
     return out.contiguous(), None

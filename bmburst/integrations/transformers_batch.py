@@ -101,10 +101,7 @@ def whole_batch(
             "allowed: a tensor of int64 with one token or more\nfix: call the tokenizer with return_tensors='pt'"
         )
     _require_known(others)
-    given = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "attention_mask": attention_mask}
-    for name, tensor in given.items():
-        if isinstance(tensor, Tensor):
-            require_numbers(name, tensor)
+    require_numbers("input_ids", input_ids)
     input_ids = input_ids.long()
     labels, position_ids = (
         _shaped(name, tensor, input_ids, integers=True)
@@ -201,6 +198,7 @@ def _shaped(name: str, tensor: object, input_ids: Tensor, *, integers: bool) -> 
             f"{name} must be a tensor of {what}, got {_kind(tensor)}\n"
             f"allowed: {list(input_ids.shape)}, dense\nfix: pass a tensor of the shape of input_ids"
         )
+    require_numbers(name, tensor)
     if name == "position_ids" and tensor.dim() == 2 and tensor.shape == (1, input_ids.shape[1]):
         tensor = tensor.expand(len(input_ids), -1)
     if tensor.shape != input_ids.shape:
@@ -481,7 +479,7 @@ def number_of(loss: Tensor) -> float:
     Raises:
         UserError: It is not a tensor of one number.
     """
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex() or loss.is_meta:
         got = describe_tensors(loss) if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(f"a loss must be a tensor of one number, got {got}\nfix: what part.loss(model) returns")
     return float(loss.item())

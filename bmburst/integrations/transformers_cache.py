@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel,
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from bmburst.amounts import whole_number
+from bmburst.attention.options import require_dense, require_numbers
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.comm.groups import single_rank_group
 from bmburst.errors import UserError
@@ -28,17 +29,11 @@ from bmburst.inference.relayout import Relayout
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, StateAndSplitLayer, StateLayer, no_beams
-from bmburst.integrations.transformers_latent import LatentLayer, attach_latents, caches_latents
+from bmburst.integrations.transformers_latent import LatentLayer, caches_latents
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_recurrent import mixers, number_layers
-from bmburst.integrations.transformers_steps import (
-    Streamer,
-    Together,
-    cache_argument,
-    one_length,
-    own_frequencies,
-    split_steps,
-)
+from bmburst.integrations.transformers_rotary import one_length, own_frequencies
+from bmburst.integrations.transformers_steps import Streamer, Together, cache_argument, split_steps
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.layout import Layout, make_layout
@@ -76,6 +71,8 @@ class SplitCache(Cache):  # type: ignore[misc]
         """Tokens of the text that the newest prefill was for, which may determine the rotary frequencies."""
         self.passed = 0
         """Tokens that the states have passed, if no layer has keys and values."""
+        self.of_prompt = False
+        """Whether the tokens that all ranks compute are of a prompt: transformers limits Mamba's dt there alone."""
 
     @property
     def is_compileable(self) -> bool:
@@ -158,16 +155,23 @@ class SplitCache(Cache):  # type: ignore[misc]
         Raises:
             UserError: As in `SplitSequences.part`, or the model is not exact on split sequences.
         """
+
+        def decide() -> tuple[None, str]:
+            _require_tokens(input_ids)
+            if not isinstance(model, PreTrainedModel):
+                raise UserError(f"{type(model).__name__} is no model of transformers\nfix: AutoModelForCausalLM")
+            return None, "SplitCache.prefill"
+
+        self.mesh.sequence.decided(decide)
         whole = self.get_seq_length() + input_ids.shape[1] if length is None else length
         self.rotated_for = whole
-        _attach(model)
+        number_layers(model)
         with one_length(model, whole):
             early = -self.get_seq_length() % self.mesh.sequence.size
             if input_ids.shape[1] - early < self.mesh.sequence.size:
                 early = input_ids.shape[1]
-            # Some recurrences of transformers continue a state for one token at a time only.
-            for tokens in input_ids[:, :early].split(1 if self.has_split_states else early, 1) if early else ():
-                self._run(model, tokens)
+            if early:
+                self._run(model, input_ids[:, :early])
             if early < input_ids.shape[1]:
                 self._run_split(model, input_ids[:, early:], whole)
 
@@ -196,6 +200,7 @@ class SplitCache(Cache):  # type: ignore[misc]
     def _run(self, model: PreTrainedModel, input_ids: Tensor) -> None:
         """Run the model on the same tokens on every rank, with the split cache."""
         ones = torch.ones(len(input_ids), self.get_seq_length() + input_ids.shape[1], device=input_ids.device).long()
+        self.of_prompt = True
         # Bamba counts positions from 0 without them, whatever is cached.
         self._call(model, input_ids, ones if self.split_layers else None, self._positions(input_ids))
         self.passed += input_ids.shape[1]
@@ -275,6 +280,11 @@ def generate(
                 f"the cache of transformers {__version__} has no states for the recurrent layers of "
                 f"{model.config.model_type}\nfix: transformers 5.23, or model.generate on one rank"
             )
+        if mixers(model) and not cache.split_layers and cache_argument(_inner(model)) == "past_key_values":
+            raise UserError(
+                f"{type(_inner(model)).__name__} cannot generate without a layer of attention, also in transformers\n"
+                "fix: a layer of attention in layer_types"
+            )
         cache.require_behind(input_ids)
         if attention_mask is not None and getattr(attention_mask, "shape", None) != input_ids.shape:
             shape = list(input_ids.shape)
@@ -306,7 +316,7 @@ def generate(
     with (
         torch.random.fork_rng(devices),
         own_frequencies(model, mesh.sequence.device),
-        split_steps(inner, cache, together),
+        split_steps(inner, cache, together, input_ids.shape[1]),
     ):
         torch.manual_seed(seed)
         mask = torch.ones_like(input_ids)
@@ -318,16 +328,28 @@ def generate(
     return found
 
 
-def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
+def _require_tokens(input_ids: object) -> None:
+    """Check the type, the shape and the dtype of token ids; the host does not wait for them."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not input_ids.numel():
         got = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise UserError(
             f"input_ids must be a tensor [batch, tokens] with at least one token, got {got}\n"
             'fix: tokenizer(text, return_tensors="pt").input_ids'
         )
-    if input_ids.dtype not in (torch.int64, torch.int32) or int(input_ids.min()) < 0:
+    require_dense("input_ids", input_ids)
+    require_numbers("input_ids", input_ids)
+    if input_ids.dtype not in (torch.int64, torch.int32):
         raise UserError(
-            f"input_ids must be token ids, int64 of at least 0, got {input_ids.dtype} from {input_ids.min()}\n"
+            f"input_ids must be token ids, int64 or int32, got {input_ids.dtype}\n"
+            'fix: tokenizer(text, return_tensors="pt").input_ids'
+        )
+
+
+def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
+    _require_tokens(input_ids)
+    if int(input_ids.min()) < 0:
+        raise UserError(
+            f"input_ids must be token ids of at least 0, got {input_ids.min()}\n"
             'fix: tokenizer(text, return_tensors="pt").input_ids'
         )
     require_splittable(model, lambda: (input_ids.shape[1],))
@@ -336,17 +358,10 @@ def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
     require_rows(model, int(input_ids.max()))
 
 
-def _attach(model: PreTrainedModel) -> None:
-    """Let the layers of a model find their layers of a split cache."""
-    for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
-        attach_latents(type(part))
-    number_layers(model)
-
-
 @torch.no_grad()
 def _require_cacheable(model: PreTrainedModel, mesh: Mesh, token: Tensor) -> None:
     """Decode one token, `[batch, 1]`, with a cache of this rank, and refuse a model for which that is not possible."""
-    _attach(model)
+    number_layers(model)
     cache = SplitCache(model.config, mesh)
     for layer in cache.split_layers:
         layer.share(CacheSplit.choose("tokens", 1, 0, 1, 1))  # no communication, which might fail for other reasons

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.amounts import require_flag
@@ -366,3 +366,24 @@ def _require_exact(trainer: Any, layout: str, share_prompts: bool) -> None:
     for model in filter(None, (trainer.model, trainer.ref_model)):
         require_splittable(model, lambda: (1,))
         require_layout(model, layout, is_tree=share_prompts)
+        if share_prompts:
+            _require_wide(model, trainer.args.max_completion_length)
+
+
+def _require_wide(model: nn.Module, longest: int | None) -> None:
+    """Check that no completion can be longer than a window of a model's layers, of a row that shares its prompt.
+
+    Otherwise it would be refused in the first step that has such a row. The length of prompts is not known yet.
+
+    Args:
+        model: The model.
+        longest: Most tokens of a completion; None: any number.
+    """
+    layers = DynamicCache(config=model.config).layers  # transformers' own reading of the configuration
+    windows = [window for layer in layers if (window := getattr(layer, "sliding_window", None)) is not None]
+    if windows and (longest is None or min(windows) < longest):
+        raise UserError(
+            f"share_prompts=True with a layer with a window of {min(windows)} tokens, and max_completion_length "
+            f"{longest}\nallowed: rows that no window cuts\nfix: share_prompts=False, or max_completion_length "
+            f"{min(windows)} less the tokens of the prompts"
+        )

@@ -1,8 +1,11 @@
-"""Generation with multi-head latent attention, whose cache holds latents instead of keys and values.
+"""Multi-head latent attention of transformers, which computes keys and values of all heads from latents.
 
-transformers caches the latent of a token (`kv_lora_rank` numbers) and its rotated key, which all heads share.
-`expand_kv` of the attention module computes keys and values of all heads from them. `LatentLayer` splits this cache
-over the ranks, 576 numbers a token in DeepSeek-V3 instead of 128 heads x 320.
+In a split batch, `expand_kv` of the attention module gives the latents themselves to the attention function of
+bmburst, which expands them before or after the exchange between ranks (`bmburst.attention.latents`).
+
+In generation, transformers caches the latent of a token (`kv_lora_rank` numbers) and its rotated key, which all heads
+share. `expand_kv` expands what the cache returns. `LatentLayer` splits this cache over the ranks, 576 numbers a token
+in DeepSeek-V3 instead of 128 heads x 320.
 
 A prompt and a further turn expand latents as transformers does. A decoding step expands none: keys and values are
 linear in the latent, so each rank attends with queries in the space of the latents and maps the result to values
@@ -17,10 +20,10 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bmburst.attention.call import AttentionCall
-from bmburst.integrations.transformers_attention import Near
+from bmburst.integrations.transformers_attention import NAME, Near
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer
 from bmburst.integrations.transformers_recurrent import module_of
 from bmburst_ops.flash import Partial
@@ -40,7 +43,8 @@ READ = frozenset(
         *("minicpm3", "youtu"),
     )
 )
-"""Modules whose attention was read: it caches latents, expands what the cache returns, and calls the registry."""
+"""Modules whose attention was read: it caches latents, expands what the cache returns, and only calls the registry with
+the result."""
 
 
 def caches_latents(config: Any) -> bool:
@@ -49,7 +53,7 @@ def caches_latents(config: Any) -> bool:
 
 
 def attach_latents(model_class: type) -> None:
-    """Let the attention of a model's module expand the latents of a split cache. Further calls have no effect."""
+    """Let the attention of a model's module leave its latents to bmburst. Further calls have no effect."""
     for path in {cls.__module__ for cls in model_class.__mro__} & READ:
         module: Any = sys.modules[path]
         if getattr(module, _MARK, False):
@@ -57,19 +61,35 @@ def attach_latents(model_class: type) -> None:
         setattr(module, _MARK, True)
         for layer in {each for each in vars(module).values() if isinstance(each, type) and _METHOD in vars(each)}:
             if tuple(inspect.signature(getattr(layer, _METHOD)).parameters) == _PARAMETERS:
-                setattr(layer, _METHOD, _expanding(getattr(layer, _METHOD)))
+                setattr(layer, _METHOD, _expanding(layer, getattr(layer, _METHOD)))
 
 
-def _expanding(theirs: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _expanding(cls: Any, theirs: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    read = cls.forward
+
     @wraps(theirs)
     def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         layer = getattr(kv_nope, "split_layer", None)
-        if layer is None:
+        if layer is not None:
+            expanded: tuple[Tensor, Tensor] = layer.expanded(partial(theirs, self), kv_nope, k_rot)
+            return expanded
+        calls_ours = self.config._attn_implementation == NAME and type(self).forward is read
+        if not calls_ours or torch.compiler.is_compiling() or not _is_plain(self.kv_b_proj, kv_nope):
             return theirs(self, kv_nope, k_rot)
-        expanded: tuple[Tensor, Tensor] = layer.expanded(partial(theirs, self), kv_nope, k_rot)
-        return expanded
+        latents: Any = kv_nope
+        latents.expanded_by = self.kv_b_proj.weight  # read by the attention function
+        return latents, k_rot.to(kv_nope.dtype)
 
     return expand_kv
+
+
+def _is_plain(layer: Any, latent: Tensor) -> bool:
+    """Return whether a layer does nothing else than to multiply latents by its weight."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    is_own = type(layer) is nn.Linear and "forward" not in vars(layer) and not any(hooks)
+    if not is_own or layer.bias is not None or type(layer.weight) not in (nn.Parameter, Tensor):
+        return False
+    return layer.weight.dtype == latent.dtype or torch.is_autocast_enabled(latent.device.type)
 
 
 class LatentLayer(SplitLayer):

@@ -19,7 +19,7 @@ from torch import Tensor
 from bmburst.integrations.transformers_attention import NAME, Near, SequenceMask, attention
 from bmburst.integrations.transformers_recurrent import module_of
 
-__all__ = ["READ", "attach_attention", "changed_attention"]
+__all__ = ["attach_attention", "calls_registry", "changed_attention"]
 
 _MARK = "splits_attention"
 _LLAMA4, _FALCON = module_of("llama4"), module_of("falcon")
@@ -41,6 +41,11 @@ _FORWARD = {
     ),
 }
 """The layers that `attach_attention` changes, and the parameters of their forward functions in transformers 5.23."""
+
+
+def calls_registry(model: torch.nn.Module) -> bool:
+    """Return whether a model's own module is in `READ`. FSDP2 replaces a model's class by a subclass of its own."""
+    return any(cls.__module__ in READ for cls in type(model).__mro__)
 
 
 def changed_attention(model: torch.nn.Module) -> str | None:

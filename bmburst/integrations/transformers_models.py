@@ -15,8 +15,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_adapters import require_adapters
 from bmburst.integrations.transformers_attention import NAME
-from bmburst.integrations.transformers_layers import READ, attach_attention, changed_attention
+from bmburst.integrations.transformers_latent import attach_latents
+from bmburst.integrations.transformers_layers import attach_attention, calls_registry, changed_attention
 from bmburst.integrations.transformers_recurrent import LAYER_TYPES, attach, is_read, mixers, unread
+from bmburst.integrations.transformers_rotary import require_one_frequency
 from bmburst.recompute import checkpoint
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
@@ -53,7 +55,7 @@ def require_splittable(
         if (problem := _problem(part, routed)) is not None:
             raise UserError(f"{type(part).__name__} cannot train on a split sequence: {problem[0]}\nfix: {problem[1]}")
     require_adapters(model)
-    _require_one_frequency(model, ends, of_rows)
+    require_one_frequency(model, ends, of_rows=of_rows)
 
 
 def require_rows(model: torch.nn.Module, largest: int | None) -> None:
@@ -111,6 +113,7 @@ def refuse_other_tables() -> None:
         if requested_attention == NAME:
             attach(type(self))
             attach_attention(type(self))
+            attach_latents(type(self))
         if requested_attention == NAME and (table := _own_table(self)) is not None:
             raise UserError(
                 f"model type '{self.config.model_type}' has a table of attention classes of its own ({table}) and does "
@@ -150,7 +153,7 @@ def _problem(model: PreTrainedModel, routed: bool) -> tuple[str, str] | None:
         return f"its recurrent layer is not the one that was read: {changed}", _RELEASE
     if (changed := changed_attention(model)) is not None:
         return f"its attention is not the one that was read: {changed}", _RELEASE
-    uses_registry = was_read or model._supports_attention_backend or type(model).__module__ in READ
+    uses_registry = was_read or model._supports_attention_backend or calls_registry(model)
     if not uses_registry:
         return "it does not say that it calls attention through transformers' registry", another
     if chosen != NAME:
@@ -174,35 +177,13 @@ def _problem(model: PreTrainedModel, routed: bool) -> tuple[str, str] | None:
     ]
     if mixing:
         return f"its convolution {mixing[0]} reads neighbouring tokens", another
+    if any(module.training and getattr(module, "layerdrop", 0) for module in model.modules()):
+        return "ranks would skip different layers at random, and wait for each other", "layerdrop=0.0 in its config"
+    if getattr(config, "chunk_size_feed_forward", 0):
+        return "its chunk_size_feed_forward divides the tokens of a rank", "config.chunk_size_feed_forward = 0"
     if getattr(config, "output_router_logits", False) and not routed:
         return "its router's loss is no sum over tokens", "config.output_router_logits = False"
     return None
-
-
-def _require_one_frequency(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]], of_rows: bool) -> None:
-    """Refuse rotary frequencies that depend on the largest position, if ranks or rows would choose different ones."""
-    for kind, original in _frequencies_by_length(model):
-        each = ends()
-        longest = max(each)
-        same = {min(end, original + 1) if kind == "longrope" else end for end in each}
-        if longest > original and len(same) > 1:
-            striped = "" if of_rows else 'SplitSequences(mesh, layout="striped"), or '
-            raise UserError(
-                f"rope type {kind!r} takes its frequencies from the largest position, and "
-                f"{'rows of a tree' if of_rows else 'ranks'} have {min(each)} to {longest}\n"
-                f'fix: {striped}another rope type: with "dynamic" sequences of at most {original}'
-            )
-
-
-def _frequencies_by_length(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
-    """Return type and original length of each rotary embedding whose frequencies depend on the length."""
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for layer, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-                config: Any = module.config
-                parameters = config.rope_parameters if layer is None else config.rope_parameters[layer]
-                yield kind, parameters.get("original_max_position_embeddings", config.max_position_embeddings)
 
 
 def recompute(model: torch.nn.Module, policy: str | Policy = "block-keep-attention") -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache
+from transformers.activations import ACT2FN
 
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import SequenceMask, require_known_arguments
@@ -142,8 +143,7 @@ def keeps_states(model: nn.Module) -> bool:
 
     `SplitCache` keeps them, and the model is to make no cache of its own.
     """
-    classes = [_mixer_class(type(layer)) for layer in mixers(model)]
-    return any(cls is not None and MIXERS[cls.__module__].forward is not None for cls in classes)
+    return any(MIXERS.get(cls.__module__, _NONE).forward is not None for cls in type(model).__mro__)
 
 
 def _mixer_class(cls: type) -> type | None:
@@ -193,7 +193,7 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
         split = given.arguments.get("attention_mask")
         name, cache = _cache_of(given)
         keeps_states = getattr(cache, "has_split_states", False)
-        if not isinstance(split, SequenceMask) and mixer.forward is not None and keeps_states:
+        if not isinstance(split, SequenceMask) and keeps_states and (mixer.forward is not None or cache.of_prompt):
             split = cache.alone  # a step for which all ranks have the same tokens
         elif not isinstance(split, SequenceMask):
             return theirs(*args, **kwargs)
@@ -205,8 +205,9 @@ def _scoped(theirs: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
             raise UserError(
                 f"{mixer.name} on a split sequence has no cache of transformers, got {name}\nfix: pass use_cache=False"
             )
-        if cache is not None:
+        if cache is not None:  # the scope has its states
             (given.arguments if name in given.arguments else given.arguments["kwargs"])[name] = None
+            given.arguments.get("kwargs", {}).pop("use_cache", None)
         given.arguments["attention_mask"] = None
         state = None if cache is None else cache.layers[args[0].layer_idx]
         scans = 0 if mixer.scans is None else getattr(args[0], mixer.scans)
@@ -243,9 +244,10 @@ def _conv(
 ) -> Tensor:
     """`causal_conv1d_fn`: hidden is `[batch, channels, tokens]`."""
     require_known_arguments(asked)
-    chosen = "silu" if activation == "swish" else activation
+    fused = "silu" if activation in ("silu", "swish") else None
     options = scope.options() | {"initial_state": scope.tail()}
-    return scope.convolved(burst_causal_conv(hidden.mT, weight, bias, activation=chosen, **options)).mT
+    out = scope.convolved(burst_causal_conv(hidden.mT, weight, bias, activation=fused, **options)).mT
+    return out if fused or activation is None else ACT2FN[activation](out)
 
 
 def _delta(

@@ -1,9 +1,5 @@
 """The steps of transformers' `generate` over a split cache: what each step computes, and what all ranks agree on.
 
-**One length.** Rotary frequencies of the types "dynamic" and "longrope" follow the largest position that a model sees.
-A rank sees only its positions of a prompt, so every rotary module gets the last position of the whole text in addition.
-transformers also keeps the frequencies of the longest text so far. Here they follow the text alone.
-
 **A prompt and a change of the frequencies.** transformers prepares the inputs of each step. Before the first step, the
 prompt is computed over all ranks except for its last token. Phi-3 drops its cache where a text becomes longer than the
 original length, because all its keys change; the text is then computed again in the same way.
@@ -33,56 +29,6 @@ def cache_argument(model: torch.nn.Module) -> str:
     """Return the argument of a model's forward function that takes a cache: models without attention have another."""
     of_states, of_keys = CACHES
     return of_states if of_states in inspect.signature(model.forward).parameters else of_keys
-
-
-def rotary_by_length(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, dict[str, str]]]:
-    """Yield the rotary modules whose frequencies depend on the length, with the arguments that select each of them."""
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for layer, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-                yield module, {} if layer is None else {"layer_type": layer}
-
-
-@contextmanager
-def one_length(model: torch.nn.Module, length: int) -> Iterator[None]:
-    """Compute rotary tables with the frequencies of a text of `length` tokens, whichever positions the model gets."""
-
-    def extended(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        last = positions.new_full((*positions.shape[:-1], 1), length - 1)
-        longer = torch.cat((positions, last), -1)
-        if "position_ids" in kwargs:
-            return args, kwargs | {"position_ids": longer}
-        return (args[0], longer, *args[2:]), kwargs
-
-    def cut(_: torch.nn.Module, __: object, tables: Any) -> Any:
-        return tables[..., :-1, :] if isinstance(tables, Tensor) else tuple(each[..., :-1, :] for each in tables)
-
-    handles = []
-    for module in {id(module): module for module, _ in rotary_by_length(model)}.values():
-        handles.append(module.register_forward_pre_hook(extended, with_kwargs=True))
-        handles.append(module.register_forward_hook(cut))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def own_frequencies(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Begin and end with the frequencies of a short text: dynamic rotary modules remember the longest text so far."""
-
-    def forget() -> None:
-        for module, chosen in rotary_by_length(model):
-            module(torch.zeros(1, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device), **chosen)
-
-    forget()
-    try:
-        yield
-    finally:
-        forget()
 
 
 class Together:
@@ -193,13 +139,14 @@ class Streamer:
 
 
 @contextmanager
-def split_steps(model: PreTrainedModel, cache: Any, together: Together) -> Iterator[None]:
+def split_steps(model: PreTrainedModel, cache: Any, together: Together, prompt: int) -> Iterator[None]:
     """Let `model.generate` compute over the ranks of a `SplitCache`, as in the module's docstring.
 
     Args:
         model: The model of transformers itself, not a wrapper.
         cache: The cache that `model.generate` gets.
         together: What the ranks agree on.
+        prompt: Tokens of the prompt.
     """
     prepare, criteria, processors = (
         model.prepare_inputs_for_generation,
@@ -226,6 +173,7 @@ def split_steps(model: PreTrainedModel, cache: Any, together: Together) -> Itera
             inputs = GenerationMixin.prepare_inputs_for_generation(model, input_ids, **kwargs)
         if not cache.split_layers:  # no layer needs a mask, but Mamba would multiply one by the new token alone
             inputs["attention_mask"], cache.passed = None, length
+        cache.of_prompt = length == prompt
         return inputs | own_cache
 
     with (

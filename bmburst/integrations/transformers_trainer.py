@@ -22,7 +22,7 @@ from bmburst.integrations.trainer_arguments import require_loss, require_underst
 from bmburst.integrations.transformers import Part, SplitSequences
 from bmburst.integrations.transformers_models import require_next_token_loss, require_splittable
 from bmburst.integrations.transformers_router import asks_router_loss
-from bmburst.mesh import Mesh
+from bmburst.mesh import Mesh, require_mesh
 
 __all__ = ["SplitBatches", "share_batches"]
 
@@ -45,10 +45,11 @@ def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
         mesh: The ranks.
 
     Raises:
-        UserError: The loader does not assign batches to ranks: its data set has no length, its batches come from one
-            rank (`dispatch_batches`) or are split (`split_batches`), or accelerate did not prepare it. Or some groups
-            would have one batch more than others (`even_batches=False`).
+        UserError: `mesh` is not a mesh, or the loader does not assign batches to ranks: its data set has no length, its
+            batches come from one rank (`dispatch_batches`) or are split (`split_batches`), or accelerate did not
+            prepare it. Or some groups would have one batch more than others (`even_batches=False`).
     """
+    require_mesh(mesh, "bmburst.Mesh.over_process_group(), after init_process_group", "transformers'")
     if mesh.world.size == 1:
         return loader
     batches = loader.batch_sampler

@@ -49,6 +49,11 @@ class ChainCall:
         )
 
     @property
+    def has_states(self) -> bool:
+        """Whether any state is given, passes from one link to another, or is used at the end."""
+        return self.has_initial or self.chain.has_final or self.chain.passes
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank has the first token, and so the gradient of what comes before it."""
         return self.comm.rank == self.chain.links[0].rank

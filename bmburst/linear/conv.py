@@ -17,7 +17,7 @@ from bmburst.errors import UserError
 from bmburst.linear.call import ConvCall
 from bmburst.recompute import keep
 from bmburst_ops.errors import first_order
-from bmburst_ops.linear.conv import causal_conv
+from bmburst_ops.linear.conv import causal_conv, causal_conv_gradients
 from bmburst_ops.merge import accumulation_dtype
 
 
@@ -47,18 +47,15 @@ class SequenceConv(torch.autograd.Function):
         """Return the gradients of x, weight, bias and the initial tokens."""
         x, weight, bias, halos = ctx.saved_tensors
         call: ConvCall = ctx.call
-        given = [t for t in (x.flatten(0, 1), halos, weight, bias) if t is not None]
-        leaves = [t.detach().requires_grad_() for t in given]
         with no_autocast(x.device.type), traced("convolution backward"):
-            with torch.enable_grad():
-                flat, before, kernel, *added = leaves
-                out = causal_conv(flat, before, kernel, added[0] if added else None, call.pieces, call.activation)
-            grad = torch.zeros_like(out) if grad_out is None else grad_out.flatten(0, 1)
-            of_x, of_halos, of_weight, *of_bias = torch.autograd.grad(out, leaves, grad, materialize_grads=True)
-            of_x = of_x.view_as(x).clone(memory_format=torch.contiguous_format)  # it is changed in place
+            grad = x.new_zeros(1).expand_as(x) if grad_out is None else grad_out
+            of_x, of_halos, of_weight, of_bias = causal_conv_gradients(
+                grad.flatten(0, 1), x.flatten(0, 1), halos, weight, bias, call.pieces, call.activation
+            )
+            of_x = of_x.view_as(x)
             of_initial = _return_halos(call, of_x, of_halos, grad_final)
         given_initial = None if ctx.initial_dtype is None else of_initial.to(ctx.initial_dtype)
-        return None, of_x, of_weight, of_bias[0] if of_bias else None, given_initial
+        return None, of_x, of_weight, of_bias, given_initial
 
 
 def _halos(call: ConvCall, x: Tensor, width: int, initial: Tensor | None) -> tuple[Tensor, ...]:

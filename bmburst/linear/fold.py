@@ -44,6 +44,8 @@ def fold_forward(call: ScanCall, transitions: Tensor, ends: Tensor, initial: Ten
         ends: U of these pieces, `[exporting, heads, ...]`.
         initial: States before the first token, `[samples, heads, ...]`, or None.
     """
+    if not call.has_states:
+        return Folded(ends, transitions, None)
     chain, hops = call.chain, _Hops(call, ends.shape[1])
     summaries = hops.out(call.in_slots(call.pieces.exporting, _joined(transitions, ends)))
     m, u = (
@@ -58,7 +60,9 @@ def fold_forward(call: ScanCall, transitions: Tensor, ends: Tensor, initial: Ten
     before: list[Tensor] = []
     for k, link in enumerate(u):
         before.append(_where(chain.continues[k], state))
-        state = link + _where(chain.through[k], call.recurrence.act(m[k], before[k]))
+        if chain.is_read(k):
+            passing = _both(chain.continues[k], chain.through[k])
+            state = link + _where(passing, call.recurrence.act(m[k], before[k])) if any(passing) else link
     extra = [state] if chain.has_final else []
     states = hops.back(before, extra)
     starts = call.of_pieces(call.pieces.waiting, states)
@@ -82,6 +86,8 @@ def fold_backward(
         The first `[exporting, heads, ...]`, the second `[samples, heads, ...]`: on the rank of the first link, zero on
         the others, None without an initial state.
     """
+    if not call.has_states:
+        return start_grads, None
     chain, hops = call.chain, _Hops(call, start_grads.shape[1])
     slots = call.in_slots(call.pieces.waiting, start_grads, extra=chain.has_final)
     if final_grad is not None:
@@ -92,8 +98,14 @@ def fold_backward(
     after: list[Tensor] = []
     for k in reversed(range(len(chain.links))):
         after.append(grad)
-        grad = own[k] + _where(chain.through[k], call.recurrence.act_transposed(transitions[k], grad))
-        grad = _where(chain.continues[k], grad)
+        if not any(chain.continues[k]):
+            grad = torch.zeros_like(grad)
+            continue
+        passing = _both(chain.continues[k], chain.through[k]) if chain.is_read(k) else ()
+        back = own[k]
+        if any(passing):
+            back = back + _where(passing, call.recurrence.act_transposed(transitions[k], grad))
+        grad = _where(chain.continues[k], back)
     states = hops.back(after[::-1], [grad] if call.has_initial else [])
     initial_grad = states[-1] * call.is_first if call.has_initial else None
     return call.of_pieces(call.pieces.exporting, states), initial_grad
@@ -161,6 +173,10 @@ def _joined(transitions: Tensor, ends: Tensor) -> Tensor:
 def _by_link(chain: Chain, tensor: Tensor) -> Tensor:
     """Return `[links, ...]` of `[ranks, slots, ...]`."""
     return torch.stack([tensor[link.rank, link.slot] for link in chain.links])
+
+
+def _both(left: Sequence[bool], right: Sequence[bool]) -> tuple[bool, ...]:
+    return tuple(a and b for a, b in zip(left, right, strict=True))
 
 
 def _where(flags: Sequence[bool], tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from bmburst.blocks.kinds import KINDS, MATRICES
@@ -70,7 +70,7 @@ class OptimizerConfig:
     )
     kernel: Literal["auto", "bmtrain"] = field(
         "AdamW kernel for 16-bit weights on a GPU; auto: the Triton kernel where it runs, else BMTrain's for bfloat16 "
-        "and torch's for float16.",
+        "and torch's for float16. bmtrain is for bfloat16.",
         default="auto",
     )
     loss_scale: float | None = field(
@@ -101,18 +101,33 @@ class OptimizerConfig:
                 f"allowed: 1, 2, 4 and so on\nfix: --optimizer.loss_scale {2 ** math.floor(math.log2(self.loss_scale))}"
             )
 
-    def require_decay(self) -> None:
-        """Check that kinds of parameters with weight decay are named only if there is any; adapters' default is 0.
+    def require_decay(self, trained: Collection[str]) -> None:
+        """Check that kinds of parameters with weight decay are named only if it applies to each.
+
+        The default and all kinds are always allowed: they mean those that are trained.
+
+        Args:
+            trained: The kinds of the parameters that are trained.
 
         Raises:
-            UserError: There is none.
+            UserError: There is no weight decay (adapters' default is 0), or no parameter of a kind is trained.
         """
-        if not self.weight_decay and set(self.weight_decay_on) != set(MATRICES):
-            kinds = ",".join(self.weight_decay_on)
+        named, kinds, default = set(self.weight_decay_on), ",".join(self.weight_decay_on), ",".join(MATRICES)
+        if named == set(MATRICES):
+            return
+        if not self.weight_decay:
             raise UserError(
                 f"optimizer.weight_decay_on {kinds} has no effect: optimizer.weight_decay is 0\n"
-                f"allowed: optimizer.weight_decay above 0, or optimizer.weight_decay_on {','.join(MATRICES)}\n"
+                f"allowed: optimizer.weight_decay above 0, or optimizer.weight_decay_on {default}\n"
                 "fix: --optimizer.weight_decay 0.1, or leave optimizer.weight_decay_on out"
+            )
+        absent = [each for each in KINDS if each in named - set(trained)]
+        if absent and named != set(KINDS):
+            able = ",".join(each for each in KINDS if each in trained)
+            raise UserError(
+                f"optimizer.weight_decay_on {kinds} has no effect on {' and '.join(absent)}, of which none is trained\n"
+                f"allowed: some of {able}; the default and all kinds stand for those that are trained\n"
+                f"fix: --optimizer.weight_decay_on {able}"
             )
 
     def require_dtype(self, dtype: str) -> None:
@@ -131,6 +146,12 @@ class OptimizerConfig:
             raise UserError(
                 "optimizer.kernel bmtrain with dtype float16: it keeps moments in fp16 times the loss scale, where an "
                 "overflow stays\nallowed: auto, which keeps them in fp32\nfix: --optimizer.kernel auto"
+            )
+        if self.kernel == "bmtrain" and (dtype == "float32" or self.offload):
+            why = "optimizer.offload: the host updates" if self.offload else "dtype float32: torch's kernel updates"
+            raise UserError(
+                f"optimizer.kernel bmtrain has no effect with {why} the weights\n"
+                "allowed: dtype bfloat16 without optimizer.offload\nfix: leave optimizer.kernel out"
             )
 
 

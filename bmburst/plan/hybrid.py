@@ -6,14 +6,17 @@ weights and exchanged bytes are exact. Seconds and activations are estimates tha
 
 - attention is that of the cost model (`bmburst.schedule.cost`), whose errors are measured;
 - a matrix product takes 2 FLOPs for each weight that a token meets, forward, recomputed, and twice backward;
-- a recurrence takes `RECURRENCE` for each number of its states, whatever its kind;
+- a recurrence takes `RECURRENCE` for each number of its states, a convolution `CONVOLUTION` for each channel;
 - latent attention exchanges and computes keys and values of all heads;
-- norms, activations, gates, convolutions, routing and the host are not counted.
+- recurrent layers keep the states between fragments and the factors of chunks as fla's kernels do, and a block in
+  backward has their inputs beside the results of its matrix products;
+- norms, activations, gates, routing and the host are not counted.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from bmburst.amounts import GIB, short
@@ -25,10 +28,15 @@ from bmburst.schedule.layout import Zigzag
 from bmburst.schedule.mask import Causal
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.schedule.units import HeadShapes
+from bmburst_ops.fragments import CHUNK, fragment_tokens, fragments
 
-RECURRENCE = 6.46e-3 / (16384 * 32 * 128 * 128)
-"""Seconds for a token and a number of a state, both passes, on an H200: the gated delta rule of fla-core 0.6.0 with
-16,384 tokens and 32 heads of 128 x 128. Other recurrences and machines are assumed to be as fast."""
+_MEASURED = 65_536 * 32 * 128 * 128  # tokens times numbers of a state
+RECURRENCE = MappingProxyType({0: 10.4e-3 / _MEASURED, 1: 19.8e-3 / _MEASURED, 2: 49.8e-3 / _MEASURED})
+"""Seconds for a token and a number of a state, both passes, by `RecurrentLayer.factors`: scalar decay, the gated delta
+rule, Kimi delta attention. Measured with two runs of 32,768 tokens and 32 heads of 128 x 128 on an H200, without
+exchange. Other machines are assumed to be as fast."""
+CONVOLUTION = 3.7e-3 / (32_768 * 8_192)
+"""Seconds for a token and a channel, forward twice and backward once, with 4 taps on an H200."""
 _STATE = 4  # bytes of a number of a state: fp32
 _PASSES = 4  # of matrix products: forward, recomputed, and twice backward
 _SHARDS = 16  # bytes of a weight: fp32 weight, gradient and both moments of AdamW
@@ -62,17 +70,47 @@ class RecurrentLayer:
         is_matrix: Whether M is a matrix of rows by rows for each head, as in the delta rule, or else one number.
         channels: Channels of its convolution.
         width: Tokens of its convolution.
+        gates: Gates of a head for a token, in fp32.
+        factors: Matrices of a chunk by a chunk that fla's kernel keeps for each head and chunk.
     """
 
     state: tuple[int, ...]
     is_matrix: bool
     channels: int
     width: int
+    gates: int
+    factors: int
 
     @property
     def kept(self) -> int:
-        """Numbers that recompute keeps for a token: the output of the recurrence."""
-        return self.state[0] * self.state[-1] if self.state else 0
+        """Numbers that recompute keeps for a token: the output of the recurrence, and the factors of its chunk."""
+        return self.state[0] * (self.state[-1] + CHUNK * self.factors) if self.state else 0
+
+    @property
+    def inputs(self) -> int:
+        """Bytes for a token of what a recurrence saves in the block that runs backward: its inputs."""
+        heads, rows, columns = self.state or (0, 0, 0)
+        return heads * (ITEMSIZE["bfloat16"] * (2 * rows + columns) + _STATE * self.gates)
+
+    def kept_states(self, sequence: int, batch: int, gpus: int, multiprocessors: float) -> int:
+        """Return the bytes of states and M that recompute keeps, besides outputs.
+
+        Args:
+            sequence: Tokens of a sequence.
+            batch: Sequences.
+            gpus: GPUs that share them.
+            multiprocessors: Those of a GPU.
+        """
+        if not self.state:
+            return 0
+        pieces = batch * (_LINKS if gpus > 1 else 1)
+        piece = -(-batch * sequence // (gpus * pieces))
+        tokens = fragment_tokens(piece * pieces, self.state[0], self.state[-1], multiprocessors)
+        in_piece = len(fragments((0, piece), tokens)[0]) - 1
+        if gpus == 1 and in_piece == 1:  # it begins with a state that is zero, and nobody reads the last one
+            return 0
+        kept = pieces * (in_piece + (gpus > 1))  # of fragments, and of the links between ranks
+        return kept * (self.costs(gpus, batch)[0].transition + _STATE * prod(self.state))
 
     def costs(self, size: int, batch: int) -> tuple[LinearCost, LinearCost]:
         """Return the exchanges of the recurrence and of the convolution over `size` ranks."""
@@ -153,14 +191,17 @@ def hybrid_step(model: Hybrid, sequence: int, batch: int, gpus: int, hardware: H
     if sequence < gpus:
         raise UserError(f"--sequence-length {sequence} is less than a token a GPU\nallowed: at least {gpus}")
     rows, itemsize = batch * -(-sequence // gpus), ITEMSIZE["bfloat16"]
-    seconds = dict.fromkeys(("attention", "attention communication", "recurrences", "exchange of states"), 0.0)
+    seconds = dict.fromkeys(
+        ("attention", "attention communication", "recurrences", "convolutions", "exchange of states"), 0.0
+    )
     for layer, count in model.attention.items():
         kernel, exposed = _attention(layer, sequence, batch, gpus, hardware)
         seconds["attention"] += count * kernel
         seconds["attention communication"] += count * exposed
     exchanged = 0
     for recurrent, count in model.recurrent.items():
-        seconds["recurrences"] += count * rows * prod(recurrent.state or (0,)) * RECURRENCE
+        seconds["recurrences"] += count * rows * prod(recurrent.state or (0,)) * RECURRENCE[recurrent.factors]
+        seconds["convolutions"] += count * rows * recurrent.channels * CONVOLUTION
         state, halo = recurrent.costs(gpus, batch)
         for cost, hops in ((state, state.hops(hardware)), (halo, 1)):
             if gpus > 1 and cost.state:
@@ -173,10 +214,13 @@ def hybrid_step(model: Hybrid, sequence: int, batch: int, gpus: int, hardware: H
     seconds["optimizer"] = hardware.memory_seconds(_OPTIMIZER * model.weights / gpus)
     kept = sum(count * layer.kept for layer, count in model.attention.items())
     kept += sum(count * layer.kept for layer, count in model.recurrent.items())
+    size = sequence, batch, gpus, hardware.multiprocessors
+    states = sum(count * layer.kept_states(*size) for layer, count in model.recurrent.items())
+    inputs = max((layer.inputs for layer in model.recurrent), default=0)
     memory = {
         "weights, gradients, AdamW": _SHARDS * model.weights / gpus,
-        "kept for backward": rows * itemsize * float(model.layers * model.hidden + kept),
-        "block in backward": 2.0 * rows * itemsize * model.widest,  # activations and their gradients
+        "kept for backward": rows * itemsize * float(model.layers * model.hidden + kept) + states,
+        "block in backward": 2.0 * rows * (itemsize * model.widest + inputs),  # activations and their gradients
         "gathered weights": 3.0 * itemsize * model.largest,  # two blocks, and a gradient
         "loss chunk": float(_CHUNK * min(rows, _LOSS_TOKENS) * model.vocabulary),
         "libraries, workspace": hardware.reserved + hardware.workspace + hardware.nccl_memory * gpus * (gpus > 1),
@@ -222,8 +266,7 @@ def hybrid_report(model: Hybrid, step: HybridStep, sequence: int, batch: int, gp
         *(f"  {name:26} {nbytes / GIB:8.2f} GiB" for name, nbytes in step.memory.items()),
         "",
         "Weights and exchanged bytes are exact. Seconds and GiB are estimates that were not compared with a run.",
-        "Norms, activations, convolutions, routing and the host are not counted.",
-        *(["A recurrence of any kind is priced as the gated delta rule of fla-core."] if recurrent else ()),
+        "Norms, activations, routing and the host are not counted.",
     ]
     if not step.fits:
         lines[:0] = ["It does not fit into memory: use more GPUs or a shorter sequence.", ""]

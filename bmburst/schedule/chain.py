@@ -117,6 +117,10 @@ class Chain:
         """Return whether the state after a link is used."""
         return self.has_final if link + 1 == len(self.links) else self.continues[link + 1][sample]
 
+    def is_read(self, link: int) -> bool:
+        """Return whether the state after a link is used by any sample."""
+        return any(self.exports(link, sample) for sample in range(len(self.starts)))
+
     def own_links(self, rank: int) -> tuple[int, ...]:
         """Return the numbers of a rank's links, in the order of their slots."""
         return tuple(number for number, link in enumerate(self.links) if link.rank == rank)

@@ -173,7 +173,8 @@ class Problem:
         if not (self.placement.collectives and within.can_exchange_at_once):
             return strategy
         at_once = replace(strategy, forward_units=(), backward_units=(), at_once=True)
-        return min(at_once, strategy, key=lambda way: self.cost(way).total)
+        ways = [at_once, strategy, *([replace(at_once, latents=True)] if within.latent_dim else [])]
+        return min(ways, key=lambda way: self.cost(way).total)
 
     def cost(self, strategy: Strategy) -> AttentionCost:
         """Return the predicted seconds of a forward and a backward pass.
@@ -269,7 +270,7 @@ class _StrategyCost:
         exposed = 0.0
         if shapes.degree > 1:
             more_joining, exposed = self._exchange(kernel, backward=backward)
-            joining += more_joining
+            joining += more_joining + (self._expanding(backward=backward) if self.strategy.latents else 0.0)
         if self.stops > 1:
             outer = self._gather if self.strategy.outer == "gather" else self._ring
             more_joining, more_exposed = outer(kernel, backward=backward)
@@ -293,7 +294,8 @@ class _StrategyCost:
         is_recorded = self.sizes.records_kernels(self.problem.placement.transport, self.nodes)
         kernels = calls * (hardware.graph_host if is_recorded else hardware.call_start)
         if self.strategy.at_once:
-            return hardware.pass_host + kernels + 2 * hardware.collective_host
+            expanding = hardware.collective_host if self.strategy.latents else 0.0  # it launches about as many kernels
+            return hardware.pass_host + kernels + 2 * hardware.collective_host + expanding
         messages = 2 * len(self.sizes.unit_shares(backward=backward)) * shapes.degree
         return hardware.pass_host + kernels + messages * hardware.message_host
 
@@ -363,6 +365,16 @@ class _StrategyCost:
             exposed += link.exposed(away * (inward - first + outward - last), kernel)
             exposed += (len(units) - 2) * link.latency * link.share
         return self.problem.hardware.memory_seconds(nbytes), exposed
+
+    def _expanding(self, *, backward: bool) -> float:
+        """Return the seconds that latents take beside their transfer: copies; in backward, to expand them again."""
+        shapes, hardware = self.shapes, self.problem.hardware
+        if not backward:
+            return hardware.memory_seconds(2 * shapes.q_bytes)
+        rows, width = shapes.batch * shapes.tokens, shapes.head_dim + shapes.value_width
+        products = hardware.matmul_seconds(2.0 * rows * shapes.own_heads * width * shapes.latent_dim, rows)
+        nbytes = 2 * (shapes.q_bytes + shapes.out_bytes) + 3 * shapes.kv_bytes + 2 * shapes.latent_bytes
+        return products + hardware.memory_seconds(nbytes)
 
     def _gather(self, kernel: float, *, backward: bool) -> tuple[float, float]:
         groups, sizes, hardware = self.shapes.groups, self.sizes, self.problem.hardware

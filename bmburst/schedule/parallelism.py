@@ -89,7 +89,7 @@ class MeshShape:
         """
         given = {"world_size": world_size, "data": data, "sequence": sequence, "tensor": tensor, "pipe": pipe}
         for name, ranks in given.items():
-            if ranks is not None:
+            if ranks is not None or name not in ("data", "sequence"):
                 _require_whole(name, ranks)
         _require_part("pipe", pipe, world_size, f"{world_size} ranks")
         of_stage = world_size // pipe
@@ -246,6 +246,7 @@ class Strategy:
             empty: all in one step.
         backward_units: The same for backward.
         at_once: Whether heads are exchanged by one collective each way, before and after all kernels.
+        latents: Whether ranks then send latents instead of keys and values (`bmburst.attention.latents`).
     """
 
     ulysses_degree: int
@@ -255,6 +256,7 @@ class Strategy:
     forward_units: tuple[int, ...] = ()
     backward_units: tuple[int, ...] = ()
     at_once: bool = False
+    latents: bool = False
 
     def units(self, *, backward: bool) -> tuple[int, ...]:
         """Return the units of a pass."""

@@ -33,6 +33,7 @@ class HeadShapes:
         itemsize: Bytes per element of q, k and v.
         statistics_itemsize: Bytes per element of the log-sum-exp, of delta, and of gradient sums.
         value_dim: Head dimension of values and outputs; 0: `head_dim`.
+        latent_dim: Numbers of a token from which a rank can compute its keys and values; 0: it gets these themselves.
     """
 
     layout: Layout
@@ -44,6 +45,7 @@ class HeadShapes:
     itemsize: int
     statistics_itemsize: int
     value_dim: int = 0
+    latent_dim: int = 0
 
     @property
     def value_width(self) -> int:
@@ -114,6 +116,11 @@ class HeadShapes:
     def kv_bytes(self) -> int:
         """Bytes of a rank's keys and values after the exchange."""
         return self.k_bytes * (self.head_dim + self.value_width) // self.head_dim
+
+    @property
+    def latent_bytes(self) -> int:
+        """Bytes of a rank's latents after the exchange, which brings them to all ranks."""
+        return self.batch * self.layout.tokens * self.latent_dim * self.itemsize * self.degree
 
     @property
     def statistics_bytes(self) -> int:
@@ -357,7 +364,8 @@ class Sizes:
     def head_bytes(self, *, backward: bool) -> tuple[int, int]:
         """Return the bytes of a rank's inputs in a head exchange, and of its results; own parts included."""
         sizes = self.shapes
-        q, out, kv, statistics = sizes.q_bytes, sizes.out_bytes, sizes.kv_bytes, sizes.statistics_bytes
+        q, out, statistics = sizes.q_bytes, sizes.out_bytes, sizes.statistics_bytes
+        kv = sizes.latent_bytes if self.strategy.latents else sizes.kv_bytes
         if backward:
             return q + out + kv + 2 * statistics, q + kv
         return q + kv, out + statistics

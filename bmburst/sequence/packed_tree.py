@@ -1,6 +1,6 @@
 """Rows of tokens packed as prefix trees, so that a prefix of several rows is stored and computed once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bmburst.amounts import array_of, whole_number
+from bmburst.amounts import array_of, as_whole, short_text, whole_number
 from bmburst.comm.checks import contents
 from bmburst.errors import UserError
 from bmburst.schedule.tree import Tree, first_positions
@@ -49,7 +49,14 @@ class PackedTree:
     counted: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
-        sizes = {name: list(getattr(self, name).shape) for name in ("tokens", "labels", "positions")}
+        tensors = {name: getattr(self, name) for name in ("tokens", "labels", "positions")}
+        of_rows = (*_listed("paths", self.paths), *_listed("counted", self.counted))
+        are_tensors = all(isinstance(each, Tensor) for each in (*tensors.values(), *of_rows))
+        if not isinstance(self.mask, Tree) or not are_tensors:
+            raise UserError(
+                "fields of a packed tree are not tensors and a bmburst.Tree\nfix: bmburst.pack_tree(rows) makes them"
+            )
+        sizes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         wrong = next((name for name, shape in sizes.items() if shape != [self.mask.length]), None)
         if wrong is not None:
             raise UserError(
@@ -85,12 +92,13 @@ class PackedTree:
         Raises:
             UserError: The values are not those of all tokens.
         """
-        is_dim = isinstance(values, Tensor) and -values.dim() <= dim < values.dim()
+        along = as_whole(dim)
+        is_dim = isinstance(values, Tensor) and along is not None and -values.dim() <= along < values.dim()
         if not is_dim or values.shape[dim] != self.length:
             got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             raise UserError(
                 f"values of a packed tree of {self.length} tokens have {got}\n"
-                f"allowed: a tensor with {self.length} values in dimension {dim}\n"
+                f"allowed: a tensor with {self.length} values in dimension {dim!r}\n"
                 "fix: one value for each token of the tree; Part.whole or bmburst.unshard joins those of all ranks"
             )
         return [values.index_select(dim, path.to(values.device)) for path in self.paths]
@@ -115,15 +123,16 @@ class PackedTree:
             values: For each row a number, or a value of each of its labels, `[tokens of the row - 1]`.
 
         Raises:
-            UserError: The number of values differs from the rows.
+            UserError: The number of values differs from the rows, or a value is no number.
         """
+        values = _listed("values", values)
         if len(values) != len(self.paths):
             raise UserError(
                 f"got values of {len(values)} rows, but the tree has {len(self.paths)}\nfix: one for each row"
             )
         total = torch.zeros(self.length, dtype=torch.float32)
         for i, (path, value) in enumerate(zip(self.paths, values, strict=True)):
-            row = torch.as_tensor(value, dtype=torch.float32)
+            row = _numbers_of(i, value)
             if row.shape not in ((), path.shape):
                 raise UserError(
                     f"row {i} has {len(path)} labels, but values of shape {list(row.shape)}\n"
@@ -227,9 +236,27 @@ def _listed(name: str, values: object) -> list[Any]:
     Raises:
         UserError: It is no sequence.
     """
-    if not isinstance(values, Iterable):
-        raise UserError(f"{name} must be a list with an entry for each row, got {type(values).__name__}\nfix: pass one")
-    return list(values)
+    try:
+        return list(values)  # type: ignore[call-overload,no-any-return]  # it raises then
+    except TypeError:  # also of a tensor without dimensions
+        raise UserError(
+            f"{name} must be a list with an entry for each row, got {type(values).__name__}\nfix: pass one"
+        ) from None
+
+
+def _numbers_of(number: int, value: object) -> Tensor:
+    """Return the values of a row in float32.
+
+    Raises:
+        UserError: They are no numbers.
+    """
+    try:
+        return torch.as_tensor(value, dtype=torch.float32, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(
+            f"row {number} has values {short_text(value)}\nallowed: a number, or one for each label\n"
+            "fix: a list of floats, or a tensor on this machine"
+        ) from None
 
 
 def _tokens_of(number: int, row: Any) -> IntArray:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bmburst.amounts import short_text
-from bmburst.attention.options import no_autocast, require_numbers, require_own_memory
+from bmburst.amounts import as_whole, short_text
+from bmburst.attention.options import no_autocast, require_dense, require_numbers, require_own_memory
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Layout
@@ -23,9 +23,10 @@ def dimension_of(x: Tensor, dim: int) -> int:
     """
     if not isinstance(x, Tensor):
         raise UserError(f"a sequence to split must be a torch tensor, got {type(x).__name__}\nfix: torch.as_tensor(x)")
+    require_dense("a sequence to split", x)
     require_own_memory("a sequence to split", x)
     require_numbers("a sequence to split", x)
-    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+    if as_whole(dim) is None or not -x.dim() <= dim < x.dim():
         allowed = f"{-x.dim()} to {x.dim() - 1}" if x.dim() else "a tensor with at least one dimension"
         raise UserError(
             f"dim {dim!r} is not a dimension of a tensor of shape {list(x.shape)}\nallowed: {allowed}\n"
@@ -40,12 +41,14 @@ def require_batch(tokens: Tensor, labels: Tensor | None, length: int) -> None:
     Raises:
         UserError: They are not.
     """
-    if not isinstance(tokens, Tensor):
-        raise UserError(
-            f"tokens must be a torch tensor, got {type(tokens).__name__}\n"
-            f"allowed: [batch, {length}]\nfix: torch.as_tensor(tokens)"
-        )
-    require_numbers("tokens", tokens)
+    for name, tensor in (("tokens", tokens), *([] if labels is None else [("labels", labels)])):
+        if not isinstance(tensor, Tensor):
+            raise UserError(
+                f"{name} must be a torch tensor, got {type(tensor).__name__}\n"
+                f"allowed: [batch, {length}]\nfix: torch.as_tensor({name})"
+            )
+        require_dense(name, tensor)
+        require_numbers(name, tensor)
     shape = (len(tokens) if tokens.dim() else 0, length)
     if tokens.shape != shape or (labels is not None and labels.shape != shape):
         shapes = " and ".join(str(list(t.shape)) for t in (tokens, labels) if t is not None)
@@ -163,7 +166,7 @@ def masks_of_samples(documents: Mask | Sequence[Mask] | None, batch: int) -> tup
     """Return one mask for all samples, one per sample, or none."""
     if documents is None or isinstance(documents, Mask):
         return () if documents is None else (documents,)
-    if isinstance(documents, str) or not all(isinstance(mask, Mask) for mask in documents):
+    if not isinstance(documents, Sequence) or not all(isinstance(mask, Mask) for mask in documents):
         raise UserError(f"documents must be masks, got {short_text(documents)}\nfix: bmburst.Documents(lengths)")
     if len(documents) != batch:
         raise UserError(

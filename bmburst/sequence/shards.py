@@ -10,13 +10,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bmburst.amounts import whole_number
+from bmburst.amounts import as_whole, whole_number
 from bmburst.attention.api import resolve_group
 from bmburst.attention.options import no_autocast
 from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors, is_exact
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
-from bmburst.schedule.mask import Mask
+from bmburst.schedule.mask import Mask, make_mask
 from bmburst.sequence.packed_tree import PackedTree, require_tree, tree_facts
 from bmburst.sequence.parts import (
     batch_facts,
@@ -102,9 +102,9 @@ class SequenceShard:
                 )
             size, rank = comm.size, comm.rank
         length, size = whole_number("length", length, 0), whole_number("size", size, 1)
-        if not 0 <= rank < size:
+        if as_whole(rank) is None or not 0 <= rank < size:
             raise UserError(
-                f"rank {rank} is not one of {size} ranks\nallowed: 0 to {size - 1}\nfix: pass the rank in its group"
+                f"rank {rank!r} is not one of {size} ranks\nallowed: 0 to {size - 1}\nfix: pass the rank in its group"
             )
         if comm is not None and (comm.size, comm.rank) != (size, rank):
             raise UserError(
@@ -293,6 +293,7 @@ class SequenceShard:
         Raises:
             UserError: The documents have more tokens than the sequence.
         """
+        documents = None if documents is None else make_mask(documents)
         cut = self if documents is None else self.under(documents)
         part = np.zeros((3, cut.local_tokens), np.int64)
         tokens, labels, positions = part
@@ -314,7 +315,18 @@ class SequenceShard:
         Args:
             parts: `[size, ...]`, every rank's tensor in rank order.
             dim: The dimension of `local_tokens` in each part, without the first dimension of `parts`.
+
+        Raises:
+            UserError: There is not one part of each rank, or the dimension is missing.
         """
+        size, tokens = self.layout.size, self.local_tokens
+        is_whole = isinstance(parts, Tensor) and parts.dim() > 0 and len(parts) == size
+        if not is_whole or parts.shape[1 + dimension_of(parts[0], dim)] != tokens:
+            got = list(parts.shape) if isinstance(parts, Tensor) else type(parts).__name__
+            raise UserError(
+                f"parts must be a tensor [{size}, ...] with {tokens} tokens in dimension {dim} of each, got {got}\n"
+                "fix: torch.stack the tensors of all ranks"
+            )
         dim = dimension_of(parts[0], dim)
         whole = parts.new_empty((*parts.shape[1 : dim + 1], self.length, *parts.shape[dim + 2 :]))
         for rank, part in enumerate(parts):

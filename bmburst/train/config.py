@@ -209,7 +209,7 @@ class TrainConfig:
         object.__setattr__(self, "optimizer", optimizer)
         object.__setattr__(self, "schedule", schedule)
         optimizer.require_dtype(self.dtype)
-        optimizer.require_decay()
+        optimizer.require_decay(self.lora.trained_kinds(self.model))
         if self.optimizer.offload_weights and self.parallel.zero_level == 2:
             raise UserError("optimizer.offload_weights with parallel.zero_level 2\nfix: --parallel.zero_level 3")
         if self.recompute != AUTO:

@@ -200,12 +200,13 @@ def check_inputs(config: EvalConfig) -> Path:
         The directory with the weights, verified if it is a checkpoint.
 
     Raises:
-        UserError: `read_model` rejects the checkpoint, there is no such tokenizer, the cache is not writable, or a
-            source cannot be read or contains preference pairs.
+        UserError: `read_model` rejects the checkpoint, there is no such tokenizer, the cache is not writable, a source
+            cannot be read or contains preference pairs, or settings of records are given and there are none.
     """
     given = verified(config.checkpoint, warn)
     tuned = find_adapter(config, given, partial(verified, say=warn))
     directory, tokenizer, _ = read_model(config, given, tuned)
+    has_records = False
     for source in sources_of(config.data):
         text = find_corpus(
             source.path,
@@ -216,11 +217,17 @@ def check_inputs(config: EvalConfig) -> Path:
         if isinstance(text, TokenFile):
             _require_text(source, text)
         else:
+            has_records = has_records or text.encoder is not None
             require_cache("XDG_CACHE_HOME", user_cache(), text)
             if text.encoder is not None:  # tokenize records now, so that an invalid line is found before ranks start
                 _open_one(source, tokenizer, config)
             elif not has_tokens(user_cache(), text):
                 check_arrays(text.files)
+    if not has_records and (config.chat_template is not None or not config.is_default):
+        raise UserError(
+            f"data {config.data} has no records to tokenize, and a chat template or names of columns, fields or roles "
+            "are given\nallowed: JSONL of messages, or of prompt and completion\nfix: leave them out, or correct --data"
+        )
     return directory
 
 

@@ -456,7 +456,9 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
 
 def _offloaded(config: TrainConfig, *, weights: bool = False) -> TrainConfig:
     weights = weights or config.optimizer.offload_weights
-    return config.replace(optimizer=replace(config.optimizer, offload=True, offload_weights=weights))
+    # The kernel is for weights that stay on the GPU.
+    optimizer = replace(config.optimizer, offload=True, offload_weights=weights, kernel="auto")
+    return config.replace(optimizer=optimizer)
 
 
 def _spread(config: TrainConfig, times: int) -> TrainConfig:

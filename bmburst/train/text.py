@@ -114,11 +114,11 @@ def _check_source(config: TrainConfig, cache: Path | None) -> data.TokenFile | T
         )
     if isinstance(text, data.TokenFile):
         _require_sequence(text, config)
-        read_tokenizer(text.tokenizer_name, text.tokenizer_identity, config.data.chat_template)
+        _require_kept(text.tokenizer_name, text.tokenizer_identity, config)
         if config.sampled:
             _require_tokenizer(text)
         return text
-    read_tokenizer(text.tokenizer.name, None, config.data.chat_template)
+    _require_kept(text.tokenizer.name, None, config)
     if cache is not None:
         require_cache("data.cache", cache, text)
     if text.encoder is not None:
@@ -142,6 +142,21 @@ def _check_source(config: TrainConfig, cache: Path | None) -> data.TokenFile | T
                 say_left_out(line)
             raise
     return text
+
+
+def _require_kept(tokenizer: str, identity: str | None, config: TrainConfig) -> None:
+    """Check that the files of a tokenizer and the chat template, which checkpoints include, can be read.
+
+    Raises:
+        UserError: They cannot, or there are no files and the chat template has no effect.
+    """
+    template = config.data.chat_template
+    if not read_tokenizer(tokenizer, identity, template) and template is not None:
+        raise UserError(
+            f"data.chat_template {template} has no effect: the tokenizer '{tokenizer}' has no files with which "
+            "checkpoints could include it\nallowed: a Hugging Face tokenizer\n"
+            "fix: leave data.chat_template out, or --data.tokenizer DIR"
+        )
 
 
 def _check_validation(config: TrainConfig, cache: Path | None) -> None:

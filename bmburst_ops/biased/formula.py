@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from bmburst_ops.dtypes import name_of
 from bmburst_ops.errors import KernelError
 
 PADDING = -1
@@ -58,7 +59,7 @@ class Tokens:
             if vector.dtype != torch.int32 or vector.dim() != 2 or vector.shape != self.position.shape:
                 raise KernelError(
                     f"{field.name} must be int32 {list(self.position.shape)}, {_SHAPE} as position, "
-                    f"got {str(vector.dtype).removeprefix('torch.')} {list(vector.shape)}\nfix: one number a token"
+                    f"got {name_of(vector.dtype)} {list(vector.shape)}\nfix: one number a token"
                 )
             if vector.device != self.position.device:
                 raise KernelError(

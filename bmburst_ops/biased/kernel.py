@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.biased.formula import RelativeBias, Tokens, visible
+from bmburst_ops.dtypes import name_of
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash.inputs import DeviceVectors, vectors_of_stream
 from bmburst_ops.flash.kernel import Partial, finite
@@ -241,7 +242,7 @@ def require_inputs(q: Tensor, k: Tensor, v: Tensor, table: Tensor, pairs: Pairs)
             )
     rows = pairs.formula.rows
     if table.shape != (rows, q.shape[2]) or not table.is_floating_point() or table.element_size() < 2:
-        got = f"{str(table.dtype).removeprefix('torch.')} {list(table.shape)}"
+        got = f"{name_of(table.dtype)} {list(table.shape)}"
         raise KernelError(
             f"the bias table must be float {[rows, q.shape[2]]}, [rows, heads], got {got}\n"
             "fix: the table of the module whose formula it is, with as many heads as q"

@@ -4,8 +4,9 @@
 - `reference.py`: their definition in plain torch, for any device and dtype
 - `fla.py`: kernels of the package fla-core, for GPUs
 - `fla_scan.py`, `fla_kinds.py`: how they are called, on fragments that run at the same time
-- `fold.py`, `triton_fold.py`: the states between fragments
-- `conv.py`: the causal convolution
+- `triton_summaries.py`: M and U of fragments, and the gradients of the states before them
+- `fold.py`: the states between fragments
+- `conv.py`, `triton_conv.py`: the causal convolution
 """
 
 from bmburst_ops.errors import KernelError, unknown_kernel

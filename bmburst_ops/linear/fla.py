@@ -8,8 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from bmburst_ops.fragments import fragment_tokens
 from bmburst_ops.linear.fla_kinds import KINDS, NAME
-from bmburst_ops.linear.fla_scan import FlaScan, fragment_tokens
+from bmburst_ops.linear.fla_scan import FlaScan
 from bmburst_ops.linear.fla_tuning import HOPPER
 from bmburst_ops.linear.kernel import Inputs, Pieces, Recurrence
 from bmburst_ops.machine import HERE, Machine

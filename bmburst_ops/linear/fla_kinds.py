@@ -1,45 +1,23 @@
 """The kinds of recurrences by functions inside of fla-core 0.6, for fragments of a flat batch that run at once.
 
-A kind has five calls, which `bmburst_ops.linear.fla_scan` puts together: M and U of fragments, the outputs from the
-states before fragments, the gradients of these states through the outputs, and the gradients of all inputs. Tensors are
+A kind has the steps that `bmburst_ops.linear.fla_scan` puts together: M and U of fragments, the outputs from the states
+before fragments, the gradients of these states through the outputs, and the gradients of all inputs. Tensors are
 `[1, tokens, heads, dim]`, as in fla.
 """
 
 from abc import ABC, abstractmethod
 from functools import cache, cached_property
-from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from bmburst_ops.fragments import CHUNK
 from bmburst_ops.fused import import_package
 from bmburst_ops.linear.fla_tuning import restrict_tuning
 from bmburst_ops.linear.kernel import Inputs
 
 NAME = "fla"
-CHUNK = 64
-"""Tokens of a chunk of fla's kernels."""
-
-
-class Cut(NamedTuple):
-    """Some fragments of a flat batch.
-
-    Attributes:
-        spans: Their tokens: slices one behind another, with those between left out.
-        edges: Edges of the fragments in these tokens.
-        options: fla's arguments for the edges.
-    """
-
-    spans: tuple[slice, ...]
-    edges: tuple[int, ...]
-    options: dict[str, Tensor]
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the tokens of `[1, tokens, ...]`: a view if they are one run."""
-        parts = [tensor[:, span] for span in self.spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class Kind(ABC):
@@ -49,25 +27,51 @@ class Kind(ABC):
         inputs: Its inputs, queries and keys normalized.
         scale: Factor on the output.
         options: fla's arguments for the edges of all fragments.
+        factors: In backward, what `factors` was in forward.
     """
 
-    def __init__(self, inputs: Inputs, scale: float, options: dict[str, Tensor]) -> None:
+    def __init__(self, inputs: Inputs, scale: float, options: dict[str, Tensor], factors: Inputs = ()) -> None:
         self.inputs, self.scale, self.options, self.fla = inputs, scale, options, fla_functions()
+        self._given = factors
 
+    @property
+    def factors(self) -> Inputs:
+        """What backward needs of the chunks and would compute again."""
+        return ()
+
+    @property
     @abstractmethod
-    def summaries(self, cut: Cut) -> tuple[Tensor, Tensor]:
-        """Return M, `[fragments, heads, key_dim, key_dim]`, and U, `[..., key_dim, value_dim]`, in fp32."""
+    def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Queries and keys of the scan, what each chunk reads of the state before it (w), and its values (u)."""
+
+    def summaries(self, spans: Any) -> tuple[Tensor, Tensor]:
+        """Return M and U of fragments; see `bmburst_ops.linear.triton_summaries.summarize`."""
+        _, keys, written, values = self.scan
+        found: tuple[Tensor, Tensor] = self.fla.summaries.summarize(keys, written, values, self.sums, spans)
+        return found
 
     @abstractmethod
     def out(self, before: Tensor | None) -> Tensor:
         """Return the outputs, given the states before all fragments; None: zero."""
 
     @abstractmethod
-    def state_gradients(self, cut: Cut, grad_out: Tensor) -> Tensor:
+    def scanned_again(self, before: Tensor | None, grad_out: Tensor) -> Inputs:
+        """Return what both steps of the backward pass need, their last argument.
+
+        The last of these tensors is the gradient of the values through the outputs of their own chunk, if `scan` has w.
+        """
+
+    def state_gradients(self, spans: Any, grad_out: Tensor, scanned: Inputs) -> Tensor:
         """Return the gradients of the states before fragments through the outputs of each."""
+        queries, keys, written, _ = self.scan
+        local = None if written is None else scanned[-1]
+        found: Tensor = self.fla.summaries.start_gradients(
+            queries, keys, written, grad_out, local, self.sums, self.scale, spans
+        )
+        return found
 
     @abstractmethod
-    def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None) -> Inputs:
+    def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
         """Return the gradients of the inputs, given those of the states after all fragments; None: zero."""
 
     @cached_property
@@ -76,195 +80,182 @@ class Kind(ABC):
         found: Tensor = self.fla.cumsum(self.inputs[3], chunk_size=CHUNK, scale=self.fla.RCP_LN2, **self.options)
         return found
 
-    def states_like(self, cut: Cut, columns: int) -> Tensor:
-        """Return zeros `[fragments, heads, key_dim, columns]`, fp32."""
-        _, k, v, *_ = self.inputs
-        return torch.zeros(len(cut.edges) - 1, v.shape[2], k.shape[3], columns, device=v.device)
-
-
-class _Delta(Kind):
-    """Kinds whose state loses what a key reads: M is a matrix.
-
-    M and U of a fragment come from one scan: values `[u, 0]` of value_dim + key_dim columns from the state `[0, I]` end
-    in `[U, M]`, because every column of a state evolves alone.
-    """
-
-    decays: str
-    """fla's name of the decays in its scans."""
-
-    def summaries(self, cut: Cut) -> tuple[Tensor, Tensor]:
-        """See `Kind.summaries`."""
-        keys, w, u = self.written
-        key_dim, value_dim = keys.shape[-1], u.shape[-1]
-        start = self.states_like(cut, value_dim + key_dim)
-        start[..., value_dim:] = torch.eye(key_dim, device=start.device)
-        u = cut.of(u)
-        wider = torch.cat([u, u.new_zeros(*u.shape[:3], key_dim)], -1)
-        options = {"initial_state": start, "output_final_state": True, "save_new_value": False}
-        decay = {self.decays: cut.of(self.sums)}
-        _, _, ends = self.fla.fwd_h(k=cut.of(keys), w=cut.of(w), u=wider, **decay, **options, **cut.options)
-        return ends[..., value_dim:], ends[..., :value_dim]
-
-    @property
-    @abstractmethod
-    def written(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys of the scan, w and u of each chunk."""
-
-    def scanned(self, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the state before each chunk, and the values that the chunks add."""
-        keys, w, u = self.written
-        options = {"initial_state": before, "output_final_state": False, self.decays: self.sums}
-        h, values, _ = self.fla.fwd_h(k=keys, w=w, u=u, **options, **self.options)
-        return h, values
-
-    def passed_back(self, cut: Cut, queries: Tensor, grad_out: Tensor, grad_values: Tensor) -> Tensor:
-        """Return the gradients of the states before fragments, from those of the values inside of chunks."""
-        keys, w, _ = (cut.of(t) for t in self.written)
-        options = {"do": cut.of(grad_out), "dv": grad_values, "scale": self.scale, self.decays: cut.of(self.sums)}
-        h0 = self.states_like(cut, grad_out.shape[-1])
-        found: Tensor = self.fla.bwd_dhu(q=queries, k=keys, w=w, h0=h0, dht=None, **options, **cut.options)[1]
+    def decays_of(self, sums: Tensor) -> Tensor:
+        """Return the gradients of the decays, given those of their sums."""
+        found: Tensor = self.fla.cumsum(sums, chunk_size=CHUNK, reverse=True, **self.options)
         return found
 
 
-class GatedDelta(_Delta):
+class GatedDelta(Kind):
     """Gated delta rule: one decay a token and head."""
 
-    decays = "g"
+    @property
+    def factors(self) -> Inputs:
+        """See `Kind.factors`: the inverse of each chunk."""
+        return self._chunks[2:]
 
     @cached_property
-    def _chunks(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _chunks(self) -> Inputs:
+        """`(w, u, inverse)`."""
         _, k, v, _, beta = self.inputs
-        found: tuple[Tensor, Tensor, Tensor] = self.fla.delta_intra(
-            k=k, v=v, g=self.sums, beta=beta, chunk_size=CHUNK, **self.options
-        )
+        given = {"k": k, "v": v, "g": self.sums, "beta": beta, **self.options}
+        if self._given:
+            return *self.fla.delta_written(A=self._given[0], **given), *self._given
+        found: Inputs = self.fla.delta_intra(chunk_size=CHUNK, **given)
         return found
 
     @property
-    def written(self) -> tuple[Tensor, Tensor, Tensor]:
-        """See `_Delta.written`."""
-        return self.inputs[1], *self._chunks[:2]
+    def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """See `Kind.scan`."""
+        (q, k, *_), (w, u, _) = self.inputs, self._chunks
+        return q, k, w, u
+
+    def _scanned(self, before: Tensor | None) -> Inputs:
+        """Return the state before each chunk, and the values that the chunks add."""
+        _, keys, w, u = self.scan
+        h, values, _ = self.fla.fwd_h(
+            k=keys, w=w, u=u, g=self.sums, initial_state=before, output_final_state=False, **self.options
+        )
+        return h, values
 
     def out(self, before: Tensor | None) -> Tensor:
         """See `Kind.out`."""
-        h, values = self.scanned(before)
+        h, values = self._scanned(before)
         q, k, *_ = self.inputs
         found: Tensor = self.fla.fwd_o(q=q, k=k, v=values, h=h, g=self.sums, scale=self.scale, **self.options)
         return found
 
-    def state_gradients(self, cut: Cut, grad_out: Tensor) -> Tensor:
-        """See `Kind.state_gradients`."""
-        q, k = (cut.of(t) for t in self.inputs[:2])
-        decay = cut.of(self.sums)
-        local = self.fla.bwd_dv_local(q=q, k=k, g=decay, do=cut.of(grad_out), scale=self.scale, **cut.options)
-        return self.passed_back(cut, q, grad_out, local)
+    def scanned_again(self, before: Tensor | None, grad_out: Tensor) -> Inputs:
+        """See `Kind.scanned_again`: the scan, and the gradients of the values through the outputs of their chunk."""
+        q, k, *_ = self.inputs
+        local = self.fla.bwd_dv_local(q=q, k=k, g=self.sums, do=grad_out, scale=self.scale, **self.options)
+        return *self._scanned(before), local
 
-    def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None) -> Inputs:
+    def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
         """See `Kind.gradients`."""
         q, k, v, _, beta = self.inputs
-        given = {"g": self.sums, "beta": beta, "A": self._chunks[2], "scale": self.scale, **self.options}
-        dq, dk, dv, dbeta, dg, *_ = self.fla.delta_bwd(
-            q=q, k=k, v=v, initial_state=before, do=grad_out, dht=after, **given
-        )
-        return dq, dk, dv, dg, dbeta
+        (w, _, inverse), (h, values, local) = self._chunks, scanned
+        given = {"g": self.sums, **self.options}
+        passed = {"q": q, "k": k, "w": w, "do": grad_out, "scale": self.scale, **given}
+        dh, _, dv = self.fla.bwd_dhu(h0=before, dht=after, dv=local, **passed)
+        dq, dk, dw, dg = self.fla.bwd_dqkwg(v=values, h=h, dh=dh, dv=dv, **passed)
+        of_keys, dv, dbeta, of_sums = self.fla.delta_written_bwd(k=k, v=v, beta=beta, A=inverse, dw=dw, du=dv, **given)
+        return dq, dk.add_(of_keys), dv, self.decays_of(dg.add_(of_sums)), dbeta
 
 
-class KDA(_Delta):
+class KDA(Kind):
     """Kimi delta attention: one decay a token, head and element of the key."""
 
-    decays = "gk"
+    @property
+    def factors(self) -> Inputs:
+        """See `Kind.factors`: the weights of the output inside of each chunk, and its inverse."""
+        return self._chunks[4:]
 
     @cached_property
-    def _chunks(self) -> tuple[Tensor, ...]:
+    def _chunks(self) -> Inputs:
         """`(w, u, queries and keys of the scans, weights of the output, inverse)`."""
         q, k, v, _, beta = self.inputs
-        given = {"gk": self.sums, "beta": beta, "scale": self.scale, "chunk_size": CHUNK, **self.options}
-        found: tuple[Tensor, ...] = self.fla.kda_intra(q=q, k=k, v=v, disable_recompute=True, **given)
+        given = {"q": q, "k": k, "v": v, "gk": self.sums, "beta": beta, **self.options}
+        if self._given:
+            return *self.fla.kda_written(A=self._given[1], **given), *self._given
+        found: Inputs = self.fla.kda_intra(disable_recompute=True, scale=self.scale, chunk_size=CHUNK, **given)
         return found
 
     @property
-    def written(self) -> tuple[Tensor, Tensor, Tensor]:
-        """See `_Delta.written`."""
-        w, u, _, keys, *_ = self._chunks
-        return keys, w, u
+    def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """See `Kind.scan`."""
+        w, u, queries, keys, *_ = self._chunks
+        return queries, keys, w, u
+
+    def _scanned(self, before: Tensor | None) -> Inputs:
+        """Return the state before each chunk, and the values that the chunks add."""
+        _, keys, w, u = self.scan
+        h, values, _ = self.fla.fwd_h(
+            k=keys, w=w, u=u, gk=self.sums, initial_state=before, output_final_state=False, **self.options
+        )
+        return h, values
 
     def out(self, before: Tensor | None) -> Tensor:
         """See `Kind.out`."""
-        h, values = self.scanned(before)
-        weights, scale = self._chunks[4], self.scale
-        found: Tensor = self.fla.kda_fwd_o(
-            q=self.inputs[0], v=values, g=self.sums, A=weights, h=h, scale=scale, chunk_size=CHUNK, **self.options
-        )
+        h, values = self._scanned(before)
+        given = {"g": self.sums, "A": self._chunks[4], "scale": self.scale, "chunk_size": CHUNK, **self.options}
+        found: Tensor = self.fla.kda_fwd_o(q=self.inputs[0], v=values, h=h, **given)
         return found
 
-    def state_gradients(self, cut: Cut, grad_out: Tensor) -> Tensor:
-        """See `Kind.state_gradients`."""
-        _, u, queries, _, weights, _ = self._chunks
-        q, k = (cut.of(t) for t in self.inputs[:2])
-        # Its first result, of the weights, would need the values that the chunks add; it is not used.
-        _, local = self.fla.kda_bwd_dav(
-            q=q, k=k, v=cut.of(u), do=cut.of(grad_out), A=cut.of(weights), scale=self.scale, **cut.options
-        )
-        return self.passed_back(cut, cut.of(queries), grad_out, local)
+    def scanned_again(self, before: Tensor | None, grad_out: Tensor) -> Inputs:
+        """See `Kind.scanned_again`: the scan, and the gradients of the weights and values inside of each chunk."""
+        h, values = self._scanned(before)
+        q, k, *_ = self.inputs
+        given = {"v": values, "do": grad_out, "A": self._chunks[4], "scale": self.scale, **self.options}
+        return h, values, *self.fla.kda_bwd_dav(q=q, k=k, **given)
 
-    def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None) -> Inputs:
+    def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
         """See `Kind.gradients`."""
         q, k, v, _, beta = self.inputs
-        *_, weights, inverse = self._chunks
-        given = {"g": self.sums, "beta": beta, "Aqk": weights, "Akk": inverse, "scale": self.scale, **self.options}
-        dq, dk, dv, dbeta, dg, *_ = self.fla.kda_bwd(
-            q=q, k=k, v=v, initial_state=before, do=grad_out, dht=after, **given
+        w, _, queries, keys, _, inverse = self._chunks
+        h, values, of_weights, local = scanned
+        passed = {"do": grad_out, "scale": self.scale, **self.options}
+        dh, _, dv = self.fla.bwd_dhu(
+            q=queries, k=keys, w=w, gk=self.sums, h0=before, dht=after, dv=local, chunk_size=CHUNK, **passed
         )
-        return dq, dk, dv, dg, dbeta
+        both = {"q": q, "k": k, "g": self.sums, "beta": beta, **self.options}
+        dq, dk, dv, dbeta, dg, of_inverse = self.fla.kda_bwd_dqkg(
+            v=v, v_new=values, A=inverse, h=h, dh=dh, dv=dv, **passed | both
+        )
+        found = {"dq": dq, "dk": dk, "db": dbeta, "dg": dg}
+        dq, dk, dbeta, dg = self.fla.kda_bwd_intra(dAqk=of_weights, dAkk=of_inverse, chunk_size=CHUNK, **found, **both)
+        heads = k.shape[2]
+        if v.shape[2] > heads:
+            dq, dk = (t.unflatten(2, (heads, -1)).sum(3) for t in (dq, dk))
+        return dq, dk, dv, self.decays_of(dg), dbeta
 
 
 class Decay(Kind):
-    """Scalar decay (Lightning, SSD of Mamba-2): M is a number a head, here times the unit matrix."""
+    """Scalar decay (Lightning, SSD of Mamba-2): M is a number a head."""
 
     @cached_property
     def _repeated(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys for each head of the values: these functions share no heads."""
+        """Queries and keys for each head of the values: fla's scans share no heads."""
         q, k, v, *_ = self.inputs
         repeats = v.shape[2] // k.shape[2]
-        return q.repeat_interleave(repeats, 2), k.repeat_interleave(repeats, 2)
+        return (q, k) if repeats == 1 else (q.repeat_interleave(repeats, 2), k.repeat_interleave(repeats, 2))
 
-    def summaries(self, cut: Cut) -> tuple[Tensor, Tensor]:
-        """See `Kind.summaries`."""
-        _, k, v, g = (cut.of(t) for t in (*self._repeated, *self.inputs[2:]))
-        sums = cut.of(self.sums)
-        _, ends = self.fla.decay_fwd_h(k=k, v=v, g=sums, output_final_state=True, **_edges(cut.options))
-        decays = torch.stack([part.float().sum(1)[0] for part in g.split([b - a for a, b in pairwise(cut.edges)], 1)])
-        return decays.exp()[..., None, None] * torch.eye(k.shape[-1], device=k.device), ends
+    @property
+    def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """See `Kind.scan`."""
+        q, k, v, _ = self.inputs
+        return q, k, None, v
+
+    def _states(self, before: Tensor | None, in_fp32: bool) -> Tensor:
+        """Return the state before each chunk."""
+        options = {"g": self.sums, "cu_seqlens": self.options["cu_seqlens"], "states_in_fp32": in_fp32}
+        found: Tensor = self.fla.decay_fwd_h(
+            k=self._repeated[1], v=self.inputs[2], h0=before, output_final_state=False, chunk_size=CHUNK, **options
+        )[0]
+        return found
 
     def out(self, before: Tensor | None) -> Tensor:
         """See `Kind.out`."""
-        q, k = self._repeated
-        given = {"initial_state": before, "scale": self.scale, "chunk_size": CHUNK, **self.options}
-        found: Tensor = self.fla.decay_fwd(q=q, k=k, v=self.inputs[2], g=self.sums, **given)[0]
+        q, k, v, _ = self.inputs
+        h = self._states(before, in_fp32=False)
+        found: Tensor = self.fla.fwd_o(q=q, k=k, v=v, h=h, g=self.sums, scale=self.scale, **self.options)
         return found
 
-    def state_gradients(self, cut: Cut, grad_out: Tensor) -> Tensor:
-        """See `Kind.state_gradients`."""
-        q, k, v, sums, grad = (cut.of(t) for t in (*self._repeated, self.inputs[2], self.sums, grad_out))
-        given = {"h0": self.states_like(cut, v.shape[-1]), "dht": None, "scale": self.scale}
-        found: Tensor = self.fla.decay_bwd_dh(
-            q=q, k=k, v=v, g=sums, do=grad, states_in_fp32=True, **given, **_edges(cut.options)
-        )[1]
-        return found
+    def scanned_again(self, before: Tensor | None, grad_out: Tensor) -> Inputs:
+        """See `Kind.scanned_again`: the state before each chunk, in fp32 as in fla."""
+        del grad_out
+        return (self._states(before, in_fp32=True),)
 
-    def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None) -> Inputs:
+    def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
         """See `Kind.gradients`."""
-        q, k = self._repeated
-        given = {"g_gamma": None, "initial_state": before, "do": grad_out, "dht": after, "scale": self.scale}
-        dq, dk, dv, dg, _ = self.fla.decay_bwd(q=q, k=k, v=self.inputs[2], g=self.sums, **given, **self.options)
-        dg = self.fla.cumsum(dg, chunk_size=CHUNK, reverse=True, **self.options)
-        heads = self.inputs[1].shape[2]
-        dq, dk = (t.unflatten(2, (heads, -1)).sum(3, dtype=torch.float32) for t in (dq, dk))
-        return dq, dk, dv, dg
-
-
-def _edges(options: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the options of functions that find the chunks themselves."""
-    return {"cu_seqlens": options["cu_seqlens"]}
+        q, k, v, _ = self.inputs
+        repeated = dict(zip("qk", self._repeated, strict=True))
+        options = {"g": self.sums, "do": grad_out, "scale": self.scale, "chunk_size": CHUNK}
+        edges = {"cu_seqlens": self.options["cu_seqlens"], "states_in_fp32": True}
+        dh, _ = self.fla.decay_bwd_dh(v=v, h0=before, dht=after, **repeated, **options, **edges)
+        options |= {"q": q, "k": k, "dh": dh, **self.options}
+        dq, dk, _, dg = self.fla.bwd_dqkwg(v=v, h=scanned[0], **options)
+        return dq, dk, self.fla.bwd_dv(**options), self.decays_of(dg)
 
 
 KINDS: dict[str, type[Kind]] = {"gated_delta": GatedDelta, "kda": KDA, "decay": Decay}
@@ -272,33 +263,42 @@ KINDS: dict[str, type[Kind]] = {"gated_delta": GatedDelta, "kda": KDA, "decay": 
 
 @cache
 def fla_functions() -> SimpleNamespace:
-    """Return the functions inside of fla that are called here."""
+    """Return the functions inside of fla that are called here, and our own module of summaries."""
 
     def module(name: str) -> Any:
         return import_package(f"fla.{name}", NAME)
 
     delta_h, chunk_h, outputs = (module(f"ops.common.{name}") for name in ("chunk_delta_h", "chunk_h", "chunk_o"))
-    kda_bwd, norms, decay = module("ops.kda.chunk_bwd"), module("modules.norm.l2norm"), module("ops.simple_gla.chunk")
+    delta, kda, kda_bwd = (
+        module("ops.gated_delta_rule.wy_fast"),
+        module("ops.kda.chunk_intra"),
+        module("ops.kda.chunk_bwd"),
+    )
+    norms = module("modules.norm.l2norm")
     found = SimpleNamespace(
         RCP_LN2=module("ops.utils.constant").RCP_LN2,
         bwd_dhu=delta_h.chunk_gated_delta_rule_bwd_dhu,
+        bwd_dqkwg=outputs.chunk_bwd_dqkwg,
+        bwd_dv=outputs.chunk_bwd_dv,
         bwd_dv_local=outputs.chunk_bwd_dv_local,
         cumsum=module("ops.utils").chunk_local_cumsum,
-        decay_bwd=decay.chunk_simple_gla_bwd,
         decay_bwd_dh=chunk_h.chunk_bwd_dh,
-        decay_fwd=decay.chunk_simple_gla_fwd,
         decay_fwd_h=chunk_h.chunk_fwd_h,
-        delta_bwd=module("ops.gated_delta_rule.chunk").chunk_gated_delta_rule_bwd,
         delta_intra=module("ops.gated_delta_rule.chunk_fwd").chunk_gated_delta_rule_fwd_intra,
+        delta_written=delta.recompute_w_u_fwd,
+        delta_written_bwd=delta.prepare_wy_repr_bwd,
         fwd_h=delta_h.chunk_gated_delta_rule_fwd_h,
         fwd_o=outputs.chunk_fwd_o,
-        kda_bwd=kda_bwd.chunk_kda_bwd,
         kda_bwd_dav=kda_bwd.chunk_kda_bwd_dAv,
+        kda_bwd_dqkg=kda_bwd.chunk_kda_bwd_wy_dqkg_fused,
+        kda_bwd_intra=kda.chunk_kda_bwd_intra,
         kda_fwd_o=module("ops.gla.chunk").chunk_gla_fwd_o_gk,
-        kda_intra=module("ops.kda.chunk_intra").chunk_kda_fwd_intra,
+        kda_intra=kda.chunk_kda_fwd_intra,
+        kda_written=module("ops.kda.wy_fast").recompute_w_u_fwd,
         norm_bwd=norms.l2norm_bwd,
         norm_fwd=norms.l2norm_fwd,
         prepare_chunk_indices=module("ops.utils.index").prepare_chunk_indices,
+        summaries=import_package("bmburst_ops.linear.triton_summaries", NAME),
     )
     restrict_tuning()
     return found

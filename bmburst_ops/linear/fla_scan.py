@@ -2,12 +2,11 @@
 
 fla's training kernels pass a state from chunk to chunk of a piece in one program for some columns of a head. With few
 heads, most of a GPU then waits. Here each piece is cut at multiples of 64 tokens into fragments. First the fragments
-compute their M and U, then `fold_fragments` gives the state before each, then all compute their outputs from these. In
+compute their M and U, then `states_between` gives the state before each, then all compute their outputs from these. In
 backward the same is done for gradients, from the last fragment to the first. The results are exact. Pieces of one
 fragment that need no state and give none, such as short documents, have no M and U.
 """
 
-import math
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -15,19 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst_ops.linear.fla_kinds import CHUNK, KINDS, Cut, fla_functions
-from bmburst_ops.linear.fold import fold_fragments
+from bmburst_ops.fragments import CHUNK, fragments
+from bmburst_ops.linear.fla_kinds import KINDS, fla_functions
+from bmburst_ops.linear.fold import joined_transitions, states_after, states_between
 from bmburst_ops.linear.kernel import Inputs, Pieces, Recurrence
-
-_LEAST = 16 * CHUNK  # tokens of a fragment: shorter ones compute more summaries than they save
-_PROGRAMS, _COLUMNS = 4, 64  # wanted programs for each multiprocessor; columns of a state in one program
-_MOST_KEPT = 128 << 20  # bytes of states and M that a layer keeps for backward
-
-
-def fragment_tokens(tokens: int, heads: int, value_dim: int, processors: int) -> int:
-    """Return the tokens of a fragment: a multiple of 64, so few that all multiprocessors have work, at least 1,024."""
-    fragments = _PROGRAMS * processors / (heads * math.ceil(value_dim / _COLUMNS))
-    return max(_LEAST, CHUNK * math.ceil(tokens / max(1.0, fragments) / CHUNK))
 
 
 class Plan(NamedTuple):
@@ -57,64 +47,64 @@ class FlaScan:
         recurrence: The recurrence.
         inputs: Its inputs.
         pieces: The pieces.
-        tokens: Tokens of a fragment, a multiple of 64.
-        kept: What `kept` returned after the forward pass.
+        tokens: Usual tokens of a fragment.
+        kept: What `kept` returned after the forward pass; needed in backward.
     """
 
     def __init__(
         self, recurrence: Recurrence, inputs: Inputs, pieces: Pieces, tokens: int, kept: tuple[Tensor, ...] = ()
     ) -> None:
-        assert tokens % CHUNK == 0
-        self._recurrence, self._inputs, self._pieces, self._kept = recurrence, inputs, pieces, kept
+        self._recurrence, self._inputs, self._pieces = recurrence, inputs, pieces
         self._plan = make_plan(pieces, tokens)
+        states = 2 if self._plan.folded else 0
+        self._kept, self._factors = kept[:states], kept[states:]
 
     def summary(self) -> tuple[Tensor, Tensor]:
         """See `PreparedScan.summary`."""
-        heads, key_dim, value_dim = self._recurrence.state_shape(self._inputs)
-        numbers = list(self._plan.exporting)
-        if not numbers:
-            transition = self._recurrence.transition_shape(self._inputs)
-            return self._zeros(0, *transition), self._zeros(0, heads, key_dim, value_dim)
-        firsts = self._zeros(self._plan.folded, heads, key_dim, value_dim + key_dim)
-        firsts[..., value_dim:] = torch.eye(key_dim, device=firsts.device)
-        _, lasts = fold_fragments(*self._summaries, firsts, self._plan.by_piece)
-        ends, transitions = lasts[numbers].split([value_dim, key_dim], -1)
-        return transitions if self._recurrence.is_delta else transitions[..., :1, :1], ends
+        recurrence, plan = self._recurrence, self._plan
+        if not plan.exporting:
+            shapes = recurrence.transition_shape(self._inputs), recurrence.state_shape(self._inputs)
+            return self._zeros(0, *shapes[0]), self._zeros(0, *shapes[1])
+        transitions, ends = self._summaries
+        joined = joined_transitions(recurrence, transitions, plan.by_piece)
+        lasts = states_after(recurrence, transitions, ends, plan.by_piece)
+        return _chosen(joined, plan.exporting), _chosen(lasts, plan.exporting)
 
     def forward(self, starts: Tensor) -> Tensor:
         """See `PreparedScan.forward`."""
-        self._before = self._states(starts)
-        return self._without_padding(self._kind.out(self._before)[0])
+        before = None
+        if self._plan.folded:
+            transitions, ends = self._summaries
+            firsts = self._of_pieces(self._plan.waiting, starts)
+            before = states_between(self._recurrence, transitions, ends, firsts, self._plan.by_piece)
+            self._kept = before, transitions
+        return self._without_padding(self._kind.out(self._of_all(before))[0])
 
     def kept(self) -> tuple[Tensor, ...]:
-        """See `PreparedScan.kept`."""
-        if self._before is None:
-            return ()
-        transitions = self._summaries[0]
-        if self._before.nbytes + transitions.nbytes > _MOST_KEPT:
-            return ()
-        return self._before, transitions.contiguous()
+        """See `PreparedScan.kept`: the states before folded fragments and their M, and the factors of all chunks."""
+        return *self._kept, *self._kind.factors
 
     def start_gradients(self, grad_out: Tensor) -> Tensor:
         """See `PreparedScan.start_gradients`."""
         self._grad_out = self._without_padding(grad_out.clone() if self._pieces.padding else grad_out)[None]
-        numbers = list(self._plan.waiting)
-        shape = self._recurrence.state_shape(self._inputs)
-        if not numbers:
-            return self._zeros(0, *shape)
-        _, lasts = self._folded_back(self._zeros(self._plan.folded, *shape))
-        return lasts[numbers]
+        self._before = self._of_all(self._kept[0] if self._kept else None)
+        self._scanned = self._kind.scanned_again(self._before, self._grad_out)
+        plan = self._plan
+        if not plan.waiting:
+            return self._zeros(0, *self._recurrence.state_shape(self._inputs))
+        lasts = states_after(self._recurrence, self._kept[1], self._own_gradients, plan.by_piece, backward=True)
+        return _chosen(lasts, plan.waiting)
 
     def backward(self, starts: Tensor, grad_out: Tensor, grad_ends: Tensor) -> Inputs:
-        """See `PreparedScan.backward`."""
-        del grad_out  # `start_gradients` was called with it
-        after = None
-        if self._plan.folded:
-            firsts = self._zeros(self._plan.folded, *self._recurrence.state_shape(self._inputs))
-            firsts[list(self._plan.exporting)] = grad_ends.float()
-            after = self._of_all(self._folded_back(firsts)[0])
-        before = self._kept[0] if self._kept else self._states(starts)
-        dq, dk, *others = self._kind.gradients(before, self._grad_out, after)
+        """See `PreparedScan.backward`. `start_gradients` was called with the gradient of the output."""
+        del starts, grad_out
+        after, plan = None, self._plan
+        if plan.folded:
+            firsts = self._of_pieces(plan.exporting, grad_ends)
+            after = states_between(
+                self._recurrence, self._kept[1], self._own_gradients, firsts, plan.by_piece, backward=True
+            )
+        dq, dk, *others = self._kind.gradients(self._before, self._grad_out, self._of_all(after), self._scanned)
         if self._recurrence.normalize:
             back = fla_functions().norm_bwd
             dq, dk = (back(y, norm, d) for (y, norm), d in zip(self._normed, (dq, dk), strict=True))
@@ -130,42 +120,38 @@ class FlaScan:
     def _kind(self) -> Any:
         inputs = *(x for x, _ in self._normed), *(t[None] for t in self._inputs[2:])
         options = _options(self._plan.edges, inputs[0].device)
-        return KINDS[self._recurrence.kind](inputs, self._recurrence.scale, options)
+        return KINDS[self._recurrence.kind](inputs, self._recurrence.scale, options, self._factors)
 
-    @cached_property
-    def _cut(self) -> Cut:
+    @property
+    def _spans(self) -> Any:
         """The fragments that have M and U."""
-        return _cut(self._plan, self._inputs[0].device)
+        return _spans(self._plan, self._inputs[0].device)
 
     @cached_property
     def _summaries(self) -> tuple[Tensor, Tensor]:
         """M and U of the fragments that have them."""
-        found: tuple[Tensor, Tensor] = self._kind.summaries(self._cut)
+        found: tuple[Tensor, Tensor] = self._kind.summaries(self._spans)
         return found
 
     @cached_property
     def _own_gradients(self) -> Tensor:
         """The gradients of the states before these fragments through their own outputs."""
-        found: Tensor = self._kind.state_gradients(self._cut, self._grad_out)
+        found: Tensor = self._kind.state_gradients(self._spans, self._grad_out, self._scanned)
         return found
 
-    def _folded_back(self, firsts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the states after these fragments, and of those before their pieces."""
-        transitions = self._kept[1] if self._kept else self._summaries[0]
-        return fold_fragments(transitions, self._own_gradients, firsts, self._plan.by_piece, backward=True)
+    def _of_pieces(self, numbers: tuple[int, ...], states: Tensor) -> Tensor:
+        """Return the states of some of the folded pieces among those of all, zero for the others."""
+        if len(numbers) == self._plan.folded:
+            return states.float()
+        found = self._zeros(self._plan.folded, *self._recurrence.state_shape(self._inputs))
+        for number, state in zip(numbers, states, strict=True):
+            found[number] = state
+        return found
 
-    def _states(self, starts: Tensor) -> Tensor | None:
-        """Return the state before each fragment; None if all are zero."""
-        if not self._plan.folded:
-            return None
-        firsts = self._zeros(self._plan.folded, *self._recurrence.state_shape(self._inputs))
-        firsts[list(self._plan.waiting)] = starts.float()
-        return self._of_all(fold_fragments(*self._summaries, firsts, self._plan.by_piece)[0])
-
-    def _of_all(self, states: Tensor) -> Tensor:
+    def _of_all(self, states: Tensor | None) -> Tensor | None:
         """Return the states of the fragments that have M and U among those of all fragments, zero for the others."""
         count = len(self._plan.edges) - 1
-        if len(states) == count:
+        if states is None or len(states) == count:
             return states
         found = self._zeros(count, *states.shape[1:])
         found[list(self._plan.places)] = states
@@ -181,18 +167,14 @@ class FlaScan:
         return tensor
 
 
-def fragments(edges: tuple[int, ...], tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the edges of all fragments in tokens, and the edges of the pieces in fragments."""
-    found, by_piece = [0], [0]
-    for begin, end in pairwise(edges):
-        found += [*range(begin + tokens, end, tokens), end]
-        by_piece.append(len(found) - 1)
-    return tuple(found), tuple(by_piece)
+def _chosen(tensors: Tensor, numbers: tuple[int, ...]) -> Tensor:
+    """Return some of the pieces' tensors; all of them as they are."""
+    return tensors if len(numbers) == len(tensors) else torch.stack([tensors[number] for number in numbers])
 
 
 @lru_cache(maxsize=64)
 def make_plan(pieces: Pieces, tokens: int) -> Plan:
-    """Return how pieces are cut into fragments of `tokens` tokens."""
+    """Return how pieces are cut into fragments of about `tokens` tokens."""
     edges, ends = fragments(pieces.edges, tokens)
     state_is_used = {*pieces.waiting, *pieces.exporting}
     folded = [n for n, (begin, end) in enumerate(pairwise(ends)) if end - begin > 1 or n in state_is_used]
@@ -208,18 +190,10 @@ def make_plan(pieces: Pieces, tokens: int) -> Plan:
 
 
 @lru_cache(maxsize=64)
-def _cut(plan: Plan, device: torch.device) -> Cut:
-    """Return the fragments of a plan that have M and U, in order."""
-    spans: list[slice] = []
-    own = [0]
-    for at in plan.places:
-        begin, end = plan.edges[at], plan.edges[at + 1]
-        own.append(own[-1] + end - begin)
-        if spans and spans[-1].stop == begin:
-            spans[-1] = slice(spans[-1].start, end)
-        else:
-            spans.append(slice(begin, end))
-    return Cut(tuple(spans), tuple(own), _options(tuple(own), device))
+def _spans(plan: Plan, device: torch.device) -> Any:
+    """Return the tokens of the fragments of a plan that have M and U."""
+    edges = torch.tensor([(plan.edges[at], plan.edges[at + 1]) for at in plan.places], dtype=torch.int64)
+    return fla_functions().summaries.Spans(*edges.to(device).T.contiguous())
 
 
 @lru_cache(maxsize=64)

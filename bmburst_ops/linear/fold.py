@@ -1,41 +1,81 @@
-"""Folds of summaries on one device: the states between the fragments of each piece, from M and U of every fragment."""
+"""Folds of summaries on one device: the states between the fragments of each piece, from M and U of every fragment.
+
+A fragment maps the state before it to `M S + U`. In backward, the gradient of the state after a fragment maps to
+`M^T S + U`, from the last fragment to the first. Edges are the first fragment of each piece, and the number of
+fragments. Where each piece has one fragment, nothing is computed.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from bmburst_ops.fused import triton_twin
-from bmburst_ops.linear.kernel import multiply
-
-_MOST_KEY_DIM = 128  # of the Triton kernel, whose programs hold M
+from bmburst_ops.linear.kernel import Recurrence
 
 
-def fold_fragments(
-    transitions: Tensor, ends: Tensor, firsts: Tensor, edges: tuple[int, ...], *, backward: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the state before each fragment, `[fragments, heads, key_dim, columns]`, and after each piece.
-
-    Forward, `S = M S + U` from the first to the last fragment of a piece. Backward, for gradients, `S = M^T S + U` from
-    the last to the first: the results are those after each fragment, and before each piece. On NVIDIA GPUs one Triton
-    kernel computes all of it, if a program can hold M.
+def states_between(
+    recurrence: Recurrence,
+    transitions: Tensor,
+    ends: Tensor,
+    firsts: Tensor,
+    edges: tuple[int, ...],
+    *,
+    backward: bool = False,
+) -> Tensor:
+    """Return the state before each fragment (backward: the gradient after it), `[fragments, *state]`.
 
     Args:
-        transitions: M, `[fragments, heads, key_dim, key_dim]`, fp32 or wider, any strides.
-        ends: U, `[fragments, heads, key_dim, columns]`, or fewer columns: those that are missing are zero.
-        firsts: States before the pieces (backward: gradients after them), `[pieces, heads, key_dim, columns]`.
-        edges: First fragment of each piece, and the number of fragments.
-        backward: See above.
+        recurrence: The recurrence.
+        transitions: M, `[fragments, heads, ...]`, fp32 or wider.
+        ends: U, `[fragments, *state]`.
+        firsts: States before the pieces (backward: gradients after them), `[pieces, *state]`.
+        edges: See the module.
+        backward: See the module.
     """
-    if firsts.shape[2] <= _MOST_KEY_DIM and (fused := triton_twin("linear.triton_fold", firsts, transitions, ends)):
-        found: tuple[Tensor, Tensor] = fused.fold_fragments(transitions, ends, firsts, edges, backward=backward)
-        return found
-    missing = firsts.shape[-1] - ends.shape[-1]
-    each, lasts = firsts.new_empty(len(transitions), *firsts.shape[1:]), torch.empty_like(firsts)
-    for piece, state in enumerate(firsts):
-        order = range(edges[piece], edges[piece + 1])
-        for fragment in reversed(order) if backward else order:
-            each[fragment] = state
-            m = transitions[fragment].mT if backward else transitions[fragment]
-            state = multiply(m, state) + functional.pad(ends[fragment], (0, missing))
-        lasts[piece] = state
-    return each, lasts
+    if len(firsts) == len(ends):
+        return firsts
+    act = recurrence.act_transposed if backward else recurrence.act
+    found = torch.empty_like(ends)
+    for piece, order in enumerate(_orders(edges, backward)):
+        state = firsts[piece]
+        for fragment in order[:-1]:
+            found[fragment] = state
+            state = act(transitions[fragment], state) + ends[fragment]
+        found[order[-1]] = state
+    return found
+
+
+def states_after(
+    recurrence: Recurrence, transitions: Tensor, ends: Tensor, edges: tuple[int, ...], *, backward: bool = False
+) -> Tensor:
+    """Return U of each piece, `[pieces, *state]`: the state after it if the first is zero; see `states_between`."""
+    if len(edges) - 1 == len(ends):
+        return ends
+    act = recurrence.act_transposed if backward else recurrence.act
+    found = []
+    for first, *others in _orders(edges, backward):
+        state = ends[first]
+        for fragment in others:
+            state = act(transitions[fragment], state) + ends[fragment]
+        found.append(state)
+    return torch.stack(found)
+
+
+def joined_transitions(recurrence: Recurrence, transitions: Tensor, edges: tuple[int, ...]) -> Tensor:
+    """Return M of each piece, `[pieces, heads, ...]`: the product of those of its fragments, the last one leftmost."""
+    if len(edges) - 1 == len(transitions):
+        return transitions
+    found = []
+    for first, *others in _orders(edges, backward=False):
+        product = transitions[first]
+        for fragment in others:
+            product = recurrence.act(transitions[fragment], product)
+        found.append(product)
+    return torch.stack(found)
+
+
+def _orders(edges: tuple[int, ...], backward: bool) -> Iterator[range]:
+    """Yield the fragments of each piece, in the order in which a state passes through them."""
+    for begin, end in pairwise(edges):
+        yield range(end - 1, begin - 1, -1) if backward else range(begin, end)

@@ -9,12 +9,15 @@ WAYS = ["one unit", "several units", "at once"]
 
 
 def move_heads(monkeypatch, way):
-    """Make head exchanges of all later calls run in one of `WAYS`; "at once" only where all ranks exchange heads."""
+    """Make head exchanges of all later calls run in one of `WAYS`; "at once" only where all ranks exchange heads.
+
+    Or in the way "latents": at once, and of latents where a call has them.
+    """
     real = decided.choose_strategy
 
     def choose(name, shapes, *rest):
         """Return the strategy; for several units, those with the most units, in which transfers overlap."""
-        strategy = replace(real(name, shapes, *rest), forward_units=(), backward_units=(), at_once=False)
+        strategy = replace(real(name, shapes, *rest), forward_units=(), backward_units=(), at_once=False, latents=False)
         if (degree := strategy.ulysses_degree) == 1:
             return strategy
         if way == "several units":
@@ -25,6 +28,7 @@ def move_heads(monkeypatch, way):
                 for backward in (False, True)
             ]
             return replace(strategy, forward_units=units[0], backward_units=units[1])
-        return replace(strategy, at_once=way == "at once" and replace(shapes, degree=degree).can_exchange_at_once)
+        at_once = way in ("at once", "latents") and replace(shapes, degree=degree).can_exchange_at_once
+        return replace(strategy, at_once=at_once, latents=at_once and way == "latents" and shapes.latent_dim > 0)
 
     monkeypatch.setattr(decided, "choose_strategy", choose)

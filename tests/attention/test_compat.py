@@ -93,6 +93,8 @@ def test_by_keyword_and_unknown_flash():
     ("change", "words"),
     [
         ({"flash": "cudaa"}, "flash | 'cudaa' | 'cuda' | cuda, triton"),
+        ({"causal": torch.ones(3)}, "causal | bool | tensor | True or False"),
+        ({"optimize_bwd_comm": None}, "optimize_bwd_comm | bool | None | True or False"),
         ({"q": [1.0], "flash": None}, "q | torch tensor | list"),
         ({"v": torch.ones(3), "flash": None}, "v | [batch, local_tokens, heads, head_dim] | [3] | fix: "),
     ],

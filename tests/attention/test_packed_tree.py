@@ -1,6 +1,7 @@
 """Packed trees: rows are found again, prefixes are stored once, and a model's gradients are those of single rows."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,6 +86,15 @@ def test_values_of_rows_are_summed_where_they_share_tokens():
         packed.sum_rows([1.0])
     with refused("row 1", "3 labels", "[4]"):
         packed.sum_rows([1.0, torch.ones(4)])
+    with refused("values must be a list", "NoneType", "fix: "):
+        packed.sum_rows(None)
+    with refused("row 1 has values 'a'", "allowed: a number", "fix: "):
+        packed.sum_rows([1.0, "a"])
+    with refused("packed tree of 4 tokens", "dimension None"):
+        packed.rows(torch.ones(4), dim=None)
+    for wrong in ({"tokens": [1, 2, 2, 4]}, {"mask": None}, {"paths": [None]}):
+        with refused("packed tree", "tensors", "fix: bmburst.pack_tree"):
+            replace(packed, **wrong)
     for values, got in ((torch.ones(1, 6), "[1, 6]"), (torch.ones(()), "[]"), ([1.0] * 4, "list")):
         for pick in (packed.rows, packed.counted_rows):  # of padded tokens too, or of a rank's part
             with refused("packed tree of 4 tokens", got, "dimension -1", "fix: "):
@@ -96,6 +106,7 @@ def test_values_of_rows_are_summed_where_they_share_tokens():
     [
         ([], {}, ["no rows"]),
         (None, {}, ["rows must be a list", "NoneType"]),
+        (torch.tensor(3), {}, ["rows must be a list", "Tensor"]),
         ([[1, 2], [3]], {}, ["row 1", "[1]", "at least 2"]),
         ([[1, -2]], {}, ["row 0", "from 0 on"]),
         ([[1.0, 2.0]], {}, ["row 0", "float64"]),

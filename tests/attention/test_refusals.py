@@ -44,6 +44,7 @@ DTYPE = "floating-point dtype | 16 bits | convert"
         ({"length": True}, "length | whole number | True"),
         ({"scale": True}, "scale | positive | True | None"),
         ({"deterministic": 1}, "deterministic | bool | 1 | True or False"),
+        ({"return_lse": 1}, "return_lse | bool | 1 | True or False"),
         ({"scale": 0.0}, "scale | positive | 0.0 | None"),
         ({"scale": -0.5}, "scale | positive | -0.5 | None"),
         ({"scale": float("nan")}, "scale | positive | nan | None"),

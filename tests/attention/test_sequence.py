@@ -155,8 +155,20 @@ def test_bad_input():
     ):
         with refused("tokens", "[batch, 5]"):
             cut.batch(tokens, labels)
+    for labels, words in (
+        ([[1] * 5], "labels | torch tensor | list"),
+        (torch.zeros(1, 5).to_sparse(), "labels | dense"),
+    ):
+        with refused(words):
+            cut.batch(torch.zeros(1, 5), labels)
+    for parts, dim in ((None, 1), (torch.zeros(1, 2, 3), 1), (torch.zeros(2, 2, 2), 1)):
+        with refused("parts must be a tensor [2, ...] with 3 tokens in dimension 1 | fix: torch.stack"):
+            cut.join(parts, dim)
+    with refused("mask | int | fix: "):
+        cut.read(lambda places: (places, places), documents=5)
     for length, size, rank, words in (
         (5, 2, 2, "rank 2 | 2 ranks | 0 to 1"),
+        (5, 2, "0", "rank '0' | 2 ranks | 0 to 1"),
         (5, 0, 0, "size | whole number | at least 1 | got 0"),
         ("5", 2, 0, "length | whole number | at least 0 | '5'"),
     ):
@@ -172,6 +184,7 @@ def test_bad_input():
         ({"pad_value": 0.5}, "pad_value | 0.5 | torch.int64 | fix: | number"),
         ({"dim": "1"}, "dim '1' | [1, 9] | -2 to 1"),
         ({"dim": 1.0}, "dim 1.0 | [1, 9] | -2 to 1"),
+        ({"dim": True}, "dim True | [1, 9] | -2 to 1"),
     ],
 )
 def test_what_only_some_ranks_would_find_out_is_refused_on_all(options, words):
@@ -191,7 +204,7 @@ def test_a_pad_value_that_its_dtype_would_change_is_refused(dtype, value):
         bmburst.shard(torch.zeros(1, 9, dtype=dtype), pad_value=kept)
 
 
-@pytest.mark.parametrize("documents", ["causal", (4, 5), [[4, 5]]])
+@pytest.mark.parametrize("documents", ["causal", (4, 5), [[4, 5]], 5])
 def test_documents_are_masks(documents):
     cut = bmburst.SequenceShard.cut(9, layout="zigzag", size=2, rank=0)
     with refused("documents", "masks", repr(documents), "fix: ", "bmburst.Documents"):

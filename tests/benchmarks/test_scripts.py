@@ -27,6 +27,12 @@ BENCH = ("-m", "bmburst", "bench")
 SCRIPTS = ("accuracy", "records", "suite", "train_jobs")  # programs that measure no rows
 
 
+def measured(folder, ranks, *words):
+    """Run a benchmark of rows, and return its record and its table."""
+    run_script(folder, ranks, [*BENCH, *words, "--output", "found.json"])
+    return json.loads((folder / "found.json").read_text()), (folder / "found.md").read_text()
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_says_how_it_is_used(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
@@ -89,22 +95,18 @@ def test_what_is_written_by_hand_above_a_table_stays_when_it_is_measured_again(t
 
 
 def test_a_pass_of_log_probabilities_is_measured_on_two_ranks(tmp_path):
-    words = [*BENCH, "logprobs", "--small", "--tokens", "65", "--repeats", "1", "--output", "found.json"]
-    run_script(tmp_path, 2, words)
-    found = json.loads((tmp_path / "found.json").read_text())
+    found, text = measured(tmp_path, 2, "logprobs", "--small", "--tokens", "65", "--repeats", "1")
     assert found["tokens"] == 65
     assert [row["pass"].split(",")[0] for row in found["rows"]] == ["log-probabilities"] * 2 + ["mean loss"]
     assert all(row["seconds"] > 0 for row in found["rows"])
-    text = (tmp_path / "found.md").read_text()
     assert "65 tokens over 2 ranks" in text
     assert text.count("| - |") == 3  # no memory without a GPU
 
 
 @pytest.mark.parametrize(("words", "cases"), [(["--case", "causal/striped/striped"], 1), *long(([], 3))])
 def test_cross_attention_is_measured_beside_one_rank(tmp_path, words, cases):
-    words = [*BENCH, "cross", "--small", *words, "--output", "found.json"]
-    run_script(tmp_path, 2, words)
-    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    found, text = measured(tmp_path, 2, "cross", "--small", *words)
+    rows = found["rows"]
     assert len(rows) == 5 * cases
     for row in rows:
         if row["transport"] == "nccl":  # there is none on a CPU
@@ -113,21 +115,11 @@ def test_cross_attention_is_measured_beside_one_rank(tmp_path, words, cases):
             assert "striped" in row["refused"]
         else:
             assert row["forward"]["ratio"] > 0 and row["forward and backward"]["ratio"] > 0
-    assert (tmp_path / "found.md").read_text().count("| causal |") == 5 * min(cases, 2)
+    assert text.count("| causal |") == 5 * min(cases, 2)
 
 
 def test_block_sparse_kernels_are_measured_beside_dense(tmp_path):
-    words = [
-        *BENCH,
-        "block-sparse",
-        "--small",
-        "--kernels",
-        "reference,fa4",
-        "--output",
-        "found.json",
-    ]
-    run_script(tmp_path, 1, words)
-    found = json.loads((tmp_path / "found.json").read_text())
+    found, text = measured(tmp_path, 1, "block-sparse", "--small", "--kernels", "reference,fa4")
     rows = found["rows"]
     assert [(row["asked"], row["kernel"]) for row in rows] == [
         (density, kernel) for density in (0.1, 0.25, 0.5) for kernel in ("reference", "fa4")
@@ -136,31 +128,20 @@ def test_block_sparse_kernels_are_measured_beside_dense(tmp_path):
         assert 0 < ours["density"] == theirs["density"] <= 1 and "'fa4'" in theirs["refused"]  # there is no GPU
         for direction in ("forward", "forward and backward"):
             assert ours[direction]["ratio"] > 0 and ours[direction]["milliseconds"] > 0
-    text = (tmp_path / "found.md").read_text()
     assert text == sparse_cross.block_sparse_table(found) + "\n" and text.count("| reference |") == 3
 
 
 @pytest.mark.parametrize(("layout", "skipped"), [("contiguous", 0.25), *long(("zigzag", 0.0))])
 def test_block_sparse_attention_over_two_ranks_is_measured_beside_one(tmp_path, layout, skipped):
     """Two blocks, a rank each under "contiguous": the first sees nothing of the second."""
-    words = [
-        *BENCH,
-        "block-sparse",
-        "--small",
-        "--kernels",
-        "reference,fa4",
-        "--layout",
-        layout,
-    ]
-    run_script(tmp_path, 2, [*words, "--output", "found.json"])
-    found = json.loads((tmp_path / "found.json").read_text())
+    words = ["block-sparse", "--small", "--kernels", "reference,fa4", "--layout", layout]
+    found, text = measured(tmp_path, 2, *words)
     rows = found["rows"]
     assert (found["sequence_ranks"], found["layout"], found["machine"]["ranks"], len(rows)) == (2, layout, 2, 6)
     for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
         assert ours["skipped"] == skipped and "'fa4'" in theirs["refused"] and "skipped" not in theirs
         for direction in ("forward", "forward and backward"):
             assert ours[direction]["ratio"] > 0 and ours[direction]["one_gpu_milliseconds"] > 0
-    text = (tmp_path / "found.md").read_text()
     assert text == sparse_cross.block_sparse_table(found) + "\n" and "over 2 ranks" in text
     assert text.count(f"| reference | {skipped:.0%} | ") == 3 and text.count("| fa4 | - | ") == 3
 
@@ -168,14 +149,12 @@ def test_block_sparse_attention_over_two_ranks_is_measured_beside_one(tmp_path, 
 @pytest.mark.long
 def test_errors_of_block_sparse_kernels_are_measured(tmp_path):
     """On a CPU the reference kernel computes in float32: errors of its rounding, none of them zero."""
-    words = [*BENCH, "block-sparse-errors", "--small", "--kernels", "reference,fa4"]
-    run_script(tmp_path, 1, [*words, "--output", "found.json"])
-    found = json.loads((tmp_path / "found.json").read_text())
+    found, text = measured(tmp_path, 1, "block-sparse-errors", "--small", "--kernels", "reference,fa4")
     ours, theirs = found["rows"][::2], found["rows"][1::2]
     assert [row["head_dim"] for row in ours] == [64] * 4 + [96] * 4 + [128] * 4 and ours[3]["density"] == 1
     assert all(1e-8 < row[name] < 1e-6 for row in ours for name in ("out", "dq", "dk", "dv"))
     assert all("'fa4'" in row["refused"] for row in theirs)
-    assert (tmp_path / "found.md").read_text() == sparse_cross.errors_table(found) + "\n"
+    assert text == sparse_cross.errors_table(found) + "\n"
 
 
 def test_the_density_of_a_block_sparse_mask_is_that_of_its_pairs():
@@ -194,12 +173,11 @@ def test_families_are_tried_on_two_ranks(tmp_path):
     other sizes are too large to try.
     """
     types = ["mistral", "qwen2_moe", "gpt_oss", "gemma2", "gptj", "xlm-roberta-xl"]
-    run_script(tmp_path, 2, [*BENCH, "families", "--types", *types, "--output", "found.json"])
-    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    found, text = measured(tmp_path, 2, "families", "--types", *types)
+    rows = found["rows"]
     assert [row["type"] for row in rows] == types
     assert [row["result"] for row in rows] == ["exact"] * 4 + ["refused"] * 2
     assert "GPTJ_ATTENTION_CLASSES" in rows[4]["reason"]
-    text = (tmp_path / "found.md").read_text()
     assert "4 exact" in text and "\nmistral, qwen2_moe, gpt_oss, gemma2.\n" in text
     assert re.search(r"^\| gptj \| refused \| .*GPTJ", text, re.M) and "failed" not in text
 
@@ -220,14 +198,13 @@ def test_an_error_that_is_no_refusal_counts_as_failed():
 
 @pytest.mark.long
 def test_a_step_of_transformers_is_measured_on_two_ranks(tmp_path):
-    words = [*BENCH, "hugging-face", "--model", "llama-tiny", "--layers", "1", "--tokens", "128,65"]
-    run_script(tmp_path, 2, [*words, "--steps", "2", "--warmup", "1", "--output", "found.json"])
-    found = json.loads((tmp_path / "found.json").read_text())
+    words = ["--model", "llama-tiny", "--layers", "1", "--tokens", "128,65", "--steps", "2", "--warmup", "1"]
+    found, text = measured(tmp_path, 2, "hugging-face", *words)
     assert (found["layers"], found["reshard_after_forward"]) == (1, True)
     assert [(row["tokens"], row["labels"], len(row["losses"])) for row in found["rows"]] == [(128, 127, 3), (65, 64, 3)]
     assert all(row["losses"][-1] < row["losses"][0] and row["seconds"] > 0 for row in found["rows"])
     assert found["rows"][0]["losses"][0] == pytest.approx(math.log(320), abs=0.2)  # of its vocabulary
-    assert (tmp_path / "found.md").read_text().count("| eager |") == 2
+    assert text.count("| eager |") == 2
 
 
 def machine(ranks, device):

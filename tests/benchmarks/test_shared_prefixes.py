@@ -31,7 +31,7 @@ def test_other_texts_are_refused(text):
 @pytest.mark.long
 def test_a_tree_and_its_rows_have_the_same_loss(tmp_path):
     words = ["--model", "llama-tiny", "--layers", "1", "--steps", "1", "--cases", "400+3x200", "--output", "found.json"]
-    run_script(tmp_path, 2, ["-m", "benchmarks.shared_prefixes", *words])
+    run_script(tmp_path, 2, ["-m", "bmburst", "bench", "shared-prefixes", *words])
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert row["measured_rows"] == 3
     assert row["tree_loss"] == pytest.approx(row["rows_loss"], rel=1e-6)

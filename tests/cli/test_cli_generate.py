@@ -186,6 +186,8 @@ def test_one_prompt_that_is_too_long_is_refused_in_its_line(
         (("--prompt", "x", "--max-new-tokens", "0"), ("--max-new-tokens: 0", "fix: --max-new-tokens 20")),
         (("--prompt", "x", "--max-new-tokens", "100000G"), ("--max-new-tokens",)),
         (("--prompt", "x", "--dtype", "int4"), ("int4", "bfloat16")),
+        (("--prompt", "x", "--top-k", "5"), ("--top-k has no effect", "temperature 0", "fix: --temperature 1")),
+        (("--prompt", "x", "--temperature", "0", "--seed", "5"), ("--seed has no effect", "fix: --temperature 1")),
         (("--prompt", "x", "--output", "no/such/folder.jsonl"), ("--output", "folder")),
         (("--prompt", "x", "--max-new-tokens", "99999999999"), ("GiB", "in reserve", "at most")),
     ],

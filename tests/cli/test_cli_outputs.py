@@ -145,6 +145,7 @@ PLAN = ("--preset", "llama-tiny", "--sequence-length", "1024")
         (("plan", *PLAN, "--output", "/proc/none.png"), "--output /proc/none.png | cannot be written | fix: "),
         (("plan", "--calibrate", "--output", "folder"), "--output folder | cannot be written | Is a directory | fix: "),
         (("plan", "--calibrate", *PLAN), "--calibrate | --preset | fix: leave --preset out"),
+        (("plan", "--calibrate", "--ways", "2"), "--calibrate | --ways | fix: leave --ways out"),
         (("plan", "--calibrate", "--json"), "--calibrate | --json | fix: leave --json out"),
         (("plan", *PLAN, "--init-from", "folder"), "--preset | --init-from | fix: "),
         (

@@ -133,6 +133,15 @@ def test_a_sample_needs_the_tokenizer_of_a_token_file(tmp_path, words):
     says(refusal(source), "is not the one", *hint)
 
 
+def test_a_chat_template_that_neither_records_nor_checkpoints_take_is_refused(tmp_path, words):
+    (tmp_path / "a.txt").write_text("a " * 200)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    for name in ("a.txt", "a.jsonl"):
+        told = refusal(tmp_path / name, data__chat_template="chatml")
+        says(told, "template chatml has no effect | 'bytes' | allowed: a Hugging Face tokenizer | fix: ")
+    check_text(config(tmp_path / "a.txt", data__tokenizer=words, data__chat_template="chatml", model__vocab_size=400))
+
+
 def test_a_check_needs_no_tokenizer_of_a_token_file(tmp_path, launches, words):
     (tmp_path / "a.txt").write_text("a " * 200)
     source = open_corpus(tmp_path / "a.txt", words, tmp_path).path

@@ -7,7 +7,8 @@ from typing import TypeVar
 import torch
 
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import LocalCommunicator, LostRank, MessageQueue
+from bmburst.comm.groups import LocalCommunicator, LostRank, MessageQueue, single_rank_group
+from bmburst.mesh import Mesh, MeshShape
 
 T = TypeVar("T")
 
@@ -34,3 +35,9 @@ def run_ranks(size: int, body: Callable[..., T], *args: object) -> list[T]:
     for future in sorted(failed, key=lambda future: isinstance(future.exception(), LostRank)):
         future.result()
     return [future.result() for future in futures]
+
+
+def mesh_of(comm: CheckedCommunicator | None = None) -> Mesh:
+    """Return the mesh of ranks that share one sequence; None: of one rank."""
+    comm = comm or single_rank_group()
+    return Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, single_rank_group())

@@ -33,9 +33,7 @@ def test_a_run_says_how_it_went(size, tmp_path):
 
 
 def _observed(folder):
-    from bmburst.train.trainer import Trainer
-
-    Trainer(program.config(folder, "run", dtype="bfloat16", profile="3-4")).train()
+    program.trainer(folder, "run", dtype="bfloat16", profile="3-4").train()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -44,9 +42,7 @@ def test_the_host_waits_for_the_device_once_a_step(size, tmp_path):
 
 
 def _counted(folder):
-    from bmburst.train.trainer import Trainer
-
-    trainer = Trainer(program.config(folder, "run", dtype="bfloat16", batch_size=4))
+    trainer = program.trainer(folder, "run", dtype="bfloat16", batch_size=4)
     for _ in range(2):
         trainer.step()
     batch = trainer.next_batch()
@@ -65,9 +61,7 @@ def test_the_peak_is_of_the_step(tmp_path):
 
 
 def _forgets(folder):
-    from bmburst.train.trainer import Trainer
-
-    trainer = Trainer(program.config(folder, "run", dtype="bfloat16"))
+    trainer = program.trainer(folder, "run", dtype="bfloat16")
     trainer.step()
     block = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     del block

@@ -21,20 +21,13 @@ from bmburst.inference.prefill import Prefill
 from bmburst.inference.prompts import Answer
 from bmburst.inference.session import Engine, GenerationBatch, Session
 from bmburst.inference.weights import NORM
-from bmburst.mesh import Mesh
-from bmburst.schedule.parallelism import MeshShape
 from tests.distributed.started import run_python
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import mesh_of, run_ranks
 from tests.inference.models import VOCAB, directory, greedy, logits, prompt
 from tests.pairs import in_turn
-from tests.refusals import refusal_of, says
+from tests.refusals import refuse
 
 UNEVEN = (13, 5, 1, 30, 21)
-
-
-def refuse(call: Callable[[], object], *words: object) -> None:
-    """Call what must be refused in these words."""
-    says(refusal_of(call), *words)
 
 
 def alone(family: str = "llama", **options: Any) -> Generator:
@@ -42,7 +35,7 @@ def alone(family: str = "llama", **options: Any) -> Generator:
 
 
 def over(comm: CheckedCommunicator, family: str = "llama", **options: Any) -> Generator:
-    mesh = Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, comm, comm)
+    mesh = mesh_of(comm)
     return Generator(directory(family), mesh=mesh, dtype="float32", **options)
 
 
@@ -221,7 +214,7 @@ def test_a_model_whose_logits_are_no_numbers_is_refused_on_every_rank(ranks: int
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
 
     def body(comm: CheckedCommunicator) -> None:
-        mesh = Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, comm, comm)
+        mesh = mesh_of(comm)
         made = Generator(broken, mesh=mesh, dtype="float32")
         refuse(lambda: made.generate([prompt(5), prompt(3)], max_new_tokens=4), "NaN", "float32", "checkpoint")
         session = made.session(20)
@@ -324,7 +317,7 @@ def test_ranks_that_differ_are_told(call: Callable[[Generator, CheckedCommunicat
 
 def test_a_directory_that_one_rank_lacks_is_told_on_all() -> None:
     def body(comm: CheckedCommunicator) -> None:
-        mesh = Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, comm, comm)
+        mesh = mesh_of(comm)
         refuse(lambda: Generator(on_rank_1(comm, "/nowhere", directory("llama")), mesh=mesh), "no directory /nowhere")
 
     run_ranks(2, body)

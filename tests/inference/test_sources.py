@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,7 @@ from bmburst.inference.generator import Generator, Source
 from tests.distributed.started import Program, rank_of
 from tests.inference.models import VOCAB, directory, greedy, prompt
 from tests.launch.launcher import alive
-from tests.refusals import refusal_of, says
-
-
-def refuse(call: Callable[[], object], *words: object) -> None:
-    """Call what must be refused in these words."""
-    says(refusal_of(call), *words)
+from tests.refusals import refuse
 
 
 @pytest.mark.parametrize(

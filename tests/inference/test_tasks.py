@@ -16,11 +16,9 @@ from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer
 from bmburst.inference.generator import Generator, Source
 from bmburst.inference.prompts import PromptEncoder
 from bmburst.inference.tasks import TASKS, TaskPrompts, TaskTest, measure, score_of
-from bmburst.mesh import Mesh
 from bmburst.outputs import is_picture
-from bmburst.schedule.parallelism import MeshShape
 from tests.cli.commands import refused
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import mesh_of, run_ranks
 from tests.inference.test_passkey import MODEL, tokenizer  # noqa: F401
 from tests.refusals import refused as raises
 from tests.refusals import says
@@ -89,7 +87,7 @@ def test_ranks_that_share_the_text_give_the_same_answers(cache: str) -> None:
     test = TaskTest(lengths=(700, 901), samples=1)
 
     def body(comm: CheckedCommunicator) -> Any:
-        mesh = Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, comm, comm)
+        mesh = mesh_of(comm)
         source = Source.open(MODEL, None, "bytes")
         made = Generator(source, mesh=mesh, cache=cache, dtype="float32")
         encoder = PromptEncoder(source.tokenizer, made.config.vocab_size)

@@ -90,13 +90,13 @@ def run(output: Path, cases: Sequence[tuple[str, str]], size: int, wraps: bool) 
     mesh, found = Mesh.over_process_group(sequence=size), {}
     for name, case in cases:
         model = tiny_model(name, "bmburst")
-        part = _part(SplitSequences(mesh, layout="zigzag" if case == "documents" else "contiguous"), case)
+        part = part_of(SplitSequences(mesh, layout="zigzag" if case == "documents" else "contiguous"), case)
         with torch.no_grad():
             logits = part.whole(part.logits(model))
-        found[f"{name} {case}"] = {"logits": logits} | _step(model, part)
+        found[f"{name} {case}"] = {"logits": logits} | step(model, part)
     for kind, name in WRAPS.items() if wraps else ():
-        found[kind] = _step(
-            _wrapped(kind, tiny_model(name, "bmburst").train()), _part(SplitSequences(mesh), "documents")
+        found[kind] = step(
+            wrapped(kind, tiny_model(name, "bmburst").train()), part_of(SplitSequences(mesh), "documents")
         )
     if dist.get_rank() == 0:
         torch.save(found, output)
@@ -132,7 +132,7 @@ def answers(output: Path, types: tuple[str, ...], lengths: tuple[int, ...]) -> N
     torch.save(found, output / f"{dist.get_rank()}.pt")
 
 
-def _part(split: SplitSequences, case: str) -> Part:
+def part_of(split: SplitSequences, case: str) -> Part:
     if case == "documents":
         lengths = [[end - begin for begin, end in spans] for spans in SPANS[case]]
         return split.part(ids(), documents=[Documents(tuple(each)) for each in lengths])
@@ -142,7 +142,7 @@ def _part(split: SplitSequences, case: str) -> Part:
     return split.part(ids(), attention_mask=mask)
 
 
-def _wrapped(kind: str, model: Any) -> nn.Module:
+def wrapped(kind: str, model: Any) -> nn.Module:
     if kind == "lora":
         return with_lora(model)
     if kind == "ddp":
@@ -155,7 +155,7 @@ def _wrapped(kind: str, model: Any) -> nn.Module:
     return fully_shard(model)
 
 
-def _step(model: nn.Module, part: Part) -> Found:
+def step(model: nn.Module, part: Part) -> Found:
     """Return the mean loss, and the gradients as data parallelism would average them."""
     loss = part.loss(model)
     loss.backward()
@@ -181,7 +181,7 @@ def steps(output: Path, name: str) -> None:
     register()
     mesh = Mesh.over_process_group()
     model = tiny_model(name, "bmburst").train()
-    part = _part(SplitSequences(mesh), "documents")
+    part = part_of(SplitSequences(mesh), "documents")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     losses = []
     for _ in range(30):

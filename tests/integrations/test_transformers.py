@@ -8,19 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import attention
 from bmburst.integrations.transformers_head import CHUNK
-from bmburst.mesh import Mesh, MeshShape
 from bmburst_ops import IGNORE_INDEX
 from tests.attention.counting import count_forward
 from tests.distributed.processes import run_processes
+from tests.distributed.threads import mesh_of
 from tests.integrations import transformers_program as program
 from tests.pairs import long
 
 CASES = program.cases()
-ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
+ALONE = mesh_of()
 Found = dict[str, Any]
 
 

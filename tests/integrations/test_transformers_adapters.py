@@ -8,11 +8,10 @@ import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 
-from bmburst import Mesh, MeshShape
-from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import SplitSequences, register
 from bmburst.integrations.transformers_adapters import BY_TOKEN
 from tests import tiny
+from tests.distributed.threads import mesh_of
 from tests.refusals import refused
 
 WIDTH, TOKENS = 8, 5
@@ -98,8 +97,7 @@ def test_a_method_that_mixes_tokens_would_be_noticed() -> None:
 def test_other_methods(config: Any, words: str) -> None:
     """They were dropped, or failed inside PEFT."""
     register()
-    alone = single_rank_group()
-    part = SplitSequences(Mesh(MeshShape(1, 1, 1), 0, alone, alone, alone)).part(torch.arange(3, 14)[None])
+    part = SplitSequences(mesh_of()).part(torch.arange(3, 14)[None])
     config.task_type = "CAUSAL_LM"
     model: Any = peft.get_peft_model(tiny.transformers_model("qwen3", attention="bmburst"), config)
     with refused(words):

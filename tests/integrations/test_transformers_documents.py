@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
-from bmburst import Documents, Mesh, MeshShape
+from bmburst import Documents
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import SplitSequences, register
 from bmburst.integrations.transformers_batch import BATCH_KEYS, READ
 from bmburst_ops import IGNORE_INDEX
 from tests import tiny
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import mesh_of, run_ranks
 from tests.refusals import refused
 
 CLOSE = 1e-5
@@ -112,14 +111,10 @@ CASES: dict[str, tuple[Rows, dict[str, Any]]] = {
 }
 
 
-def split_over(comm: CheckedCommunicator) -> Mesh:
-    return Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, single_rank_group())
-
-
 def require_alone(comm: CheckedCommunicator, rows: Rows, batch: dict[str, Any], layout: str) -> None:
     """Compare loss and gradients of a batch with those of each document alone."""
     loss, gradients = alone(rows)
-    split = SplitSequences(split_over(comm), layout=layout)
+    split = SplitSequences(mesh_of(comm), layout=layout)
     model = make("bmburst", torch.float64).eval()
     ours = split.part(ids_of(rows), **batch).loss(model)
     ours.backward()
@@ -152,7 +147,7 @@ def test_a_collators_bounds() -> None:
         collator = DataCollatorWithFlattening(
             return_position_ids=positions, return_flash_attn_kwargs=True, return_seq_idx=True
         )
-        part = SplitSequences(split_over(single_rank_group())).part(**collator(rows))
+        part = SplitSequences(mesh_of()).part(**collator(rows))
         found.append((part.mask.documents, part.position_ids.tolist(), part.labels.tolist()))
     assert found[0] == found[1] and found[0][0] == (Documents((7, 1, 12)),)
 
@@ -177,6 +172,7 @@ _POSITIONS = torch.tensor([[*range(6)] * 2])
         ({"cu_seq_lens_q": [0, 12, 24], "max_length_q": 11}, "max_length_q | 11 | 12 tokens | fix: "),
         ({"cu_seq_lens_q": [12, 24]}, "cu_seqlens | start at 0 | fix: "),
         ({"seq_idx": _HALVES[:, :5]}, "seq_idx | [2, 12] | [2, 5]"),
+        ({"seq_idx": _HALVES.to("meta")}, "seq_idx | numbers | meta tensor"),
         ({"seq_idx": _HALVES, "documents": Documents((6, 6))}, "documents | seq_idx | leave seq_idx out"),
         ({"attention_mask": -_HALVES}, "attention_mask | 0 and 1 | numbers of documents | allowed: "),
         ({"token_type_ids": IDS * 0}, "token_type_ids | cannot use | allowed: | cu_seq_lens_q | fix: | collator"),
@@ -192,11 +188,11 @@ def test_contradictions_and_unknown_keys(options: dict[str, Any], words: str) ->
 
 def _is_refused(comm: CheckedCommunicator, options: dict[str, Any], words: str) -> None:
     with refused(words):
-        SplitSequences(split_over(comm)).part(IDS, **options)
+        SplitSequences(mesh_of(comm)).part(IDS, **options)
 
 
 def test_keys_without_an_effect_and_those_that_say_nothing() -> None:
-    part = SplitSequences(split_over(single_rank_group())).part
+    part = SplitSequences(mesh_of()).part
     plain = part(IDS)
     others = {name: IDS for name, done in BATCH_KEYS.items() if done != READ}
     assert len(others) > 2
@@ -212,7 +208,7 @@ def test_samples_with_fewer_tokens_than_ranks_are_padded(layout: str) -> None:
         for rows in ((((1, 2),),), (((1, 3),), ((1, 3),)), (((1, 2), (0, 1)),)):
             batch = {"attention_mask": (numbered(rows) > 0).long()} if "0" in str(rows) else {}
             require_alone(comm, rows, batch, layout)
-        split, model = SplitSequences(split_over(comm), layout=layout), make("bmburst", torch.float64)
+        split, model = SplitSequences(mesh_of(comm), layout=layout), make("bmburst", torch.float64)
         part = split.part(IDS[:1, :1])
         loss = part.loss(model)
         loss.backward()

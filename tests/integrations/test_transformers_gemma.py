@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmburst import Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import SplitSequences, recompute, register
 from bmburst.integrations.transformers_cache import SplitCache, generate
 from tests import tiny
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import mesh_of, run_ranks
 from tests.pairs import pairwise
 from tests.refusals import refused
 
@@ -68,10 +66,6 @@ def whole(family: str, packed: bool, without: str = "") -> tuple[Tensor, float, 
     return torch.cat(logits).unflatten(0, IDS.shape), total.item() / count, gradients
 
 
-def split_over(comm: CheckedCommunicator) -> Mesh:
-    return Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, single_rank_group())
-
-
 def distance(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm())
 
@@ -89,7 +83,7 @@ def test_logits_loss_and_gradients(family: str, size: int, packed: bool, dtype: 
         model = make(family, "bmburst", dtype)
         if packed:
             recompute(model)
-        split = SplitSequences(split_over(comm), layout="striped" if packed else "zigzag")
+        split = SplitSequences(mesh_of(comm), layout="striped" if packed else "zigzag")
         part = split.part(IDS, position_ids=POSITIONS if packed else None)
         assert distance(part.whole(part.logits(model).detach()), logits) < CLOSE
         ours = part.loss(model)
@@ -122,7 +116,7 @@ def test_generates_what_the_whole_cache_does(family: str, size: int) -> None:
     second = eager.generate(turn, attention_mask=torch.ones_like(turn), **options)
 
     def body(comm: CheckedCommunicator) -> None:
-        mesh, model = split_over(comm), make(family, "bmburst").eval()
+        mesh, model = mesh_of(comm), make(family, "bmburst").eval()
         cache = SplitCache(model.config, mesh)
         assert generate(model, prompt, mesh=mesh, past_key_values=cache, **options).tolist() == first.tolist()
         assert generate(model, turn, mesh=mesh, past_key_values=cache, **options).tolist() == second.tolist()
@@ -132,7 +126,7 @@ def test_generates_what_the_whole_cache_does(family: str, size: int) -> None:
 
 def test_a_softcap_that_is_none_and_a_kernel_that_has_none() -> None:
     register()
-    mesh = split_over(single_rank_group())
+    mesh = mesh_of()
     with refused("softcap | positive | 0.0"):
         SplitSequences(mesh).part(IDS).logits(make("gemma2", "bmburst", attn_logit_softcapping=0.0))
     with refused("kernel 'cpu' | logit softcapping | reference"):

@@ -11,12 +11,11 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 
-from bmburst import Mesh, MeshShape
-from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.grpo_rows import rows_of_ranks
 from bmburst.integrations.transformers import SplitSequences, recompute, register
 from bmburst.integrations.transformers_grpo import SplitRows, require_read
 from tests import tiny
+from tests.distributed.threads import mesh_of
 from tests.integrations.transformers_grpo_program import PROMPTS, SplitGRPO, rewarded, tokenizer
 from tests.refusals import refused
 
@@ -47,8 +46,7 @@ def _registered() -> None:
 
 
 def _split() -> SplitSequences:
-    alone = single_rank_group()
-    return SplitSequences(Mesh(MeshShape(1, 1, 1), 0, alone, alone, alone))
+    return SplitSequences(mesh_of())
 
 
 def _trainer(folder: Path, **options: Any) -> Any:
@@ -124,6 +122,9 @@ def test_models(tmp_path: Path) -> None:
     with refused("Qwen3NextGatedDeltaNet | next tokens of a tree | rows one by one"):
         recurrent = tiny.transformers_model("qwen3_next", attention="bmburst")
         _trainer(tmp_path, share_prompts=True, model=recurrent, args={"router_aux_loss_coef": 0.0})
+    with refused("share_prompts=True | window of 7 tokens | max_completion_length 8 | fix: share_prompts=False"):
+        narrow = tiny.transformers_model("mistral", attention="bmburst", sliding_window=7)
+        _trainer(tmp_path, share_prompts=True, model=narrow, args={"max_completion_length": 8})
     with refused("cannot generate with attention 'another' | generate_with"):
         _trainer(tmp_path, generate_with="another")
     for name in ("bmburst", 3):

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from transformers import PreTrainedModel
 
-from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import SplitSequences, register
-from bmburst.mesh import Mesh, MeshShape
 from tests import tiny
+from tests.distributed.threads import mesh_of
 from tests.refusals import refused
 
-ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
+ALONE = mesh_of()
 IDS = torch.randint(61, (2, 23), generator=torch.Generator().manual_seed(1))
 RELATIVE = 1e-6  # transformers computes norms and losses in fp32
 ONE = (1, 1, 61)  # the loss, or 2 x 2 x 14 values of tokens with a label, as wide as logits

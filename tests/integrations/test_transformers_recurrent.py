@@ -14,17 +14,16 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from benchmarks.tiny_families import tiny_config, tiny_model
-from bmburst import Mesh, MeshShape
-from bmburst.comm.groups import single_rank_group
 from bmburst.integrations import transformers_recurrent as recurrent
 from bmburst.integrations.transformers import NAME, SplitSequences, recompute, register
 from bmburst.integrations.transformers_cache import SplitCache, generate
 from bmburst.linear.call import ChainCall
 from tests.distributed.processes import run_processes
+from tests.distributed.threads import mesh_of
 from tests.integrations import recurrent_program as program
 from tests.refusals import refused
 
-ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
+ALONE = mesh_of()
 IDS = torch.arange(3, 14)[None]
 Found = dict[str, Any]
 LIMIT, LIMITS = 1e-5, {"qwen3_5_moe_text": 4e-5, "zamba2": 1e-4}
@@ -170,21 +169,22 @@ def test_a_cache_and_generation(part: Any, model: Any) -> None:
         cache.crop(text.shape[1] - 2)
 
 
-def test_limits_of_dt() -> None:
-    """The tiny types have none; these cut every step, which is 0.5 to 1 without them."""
+def test_limits_of_dt_and_other_activations() -> None:
+    """The tiny types have SiLU and no limits; these cut every step, which is 0.5 to 1 without them.
+
+    transformers limits dt of all tokens of a prompt, also of the last one, but not of an answer.
+    """
     register()
-    logits = {}
-    for attention in ("bmburst", "eager"):
-        nemotron = tiny_model("nemotron_h", attention)
-        for layer in recurrent.mixers(nemotron):
-            layer.time_step_limit = (0.01, 0.1)
-        with torch.no_grad():
-            logits[attention] = (
-                nemotron(IDS, use_cache=False).logits
-                if attention == "eager"
-                else SplitSequences(ALONE).part(IDS).logits(nemotron)[:, : IDS.shape[1]]
-            )
-    torch.testing.assert_close(logits["bmburst"], logits["eager"], rtol=1e-5, atol=1e-5)
+    models = [tiny_model("nemotron_h", attention) for attention in ("eager", NAME)]
+    for layer in (layer for model in models for layer in recurrent.mixers(model)):
+        layer.time_step_limit, layer.activation = (0.01, 0.1), "relu2"
+    eager, ours = models
+    with torch.no_grad():
+        found = SplitSequences(ALONE).part(IDS).logits(ours)[:, : IDS.shape[1]]
+        torch.testing.assert_close(found, eager(IDS, use_cache=False).logits, rtol=1e-5, atol=1e-5)
+    answer = generate(ours, IDS, mesh=ALONE, **program.WITH_LOGITS)
+    wanted = eager.generate(IDS, attention_mask=torch.ones_like(IDS), **program.WITH_LOGITS)
+    torch.testing.assert_close(answer.logits, wanted.logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_cache_without_states_is_refused_before_work(model: Any) -> None:
@@ -193,6 +193,15 @@ def test_a_cache_without_states_is_refused_before_work(model: Any) -> None:
     cache.has_split_states = False
     with refused("cache of transformers | no states | fix: "):
         generate(model, IDS, mesh=ALONE, max_new_tokens=1, past_key_values=cache)
+
+
+def test_generation_without_a_layer_of_attention() -> None:
+    register()
+    config = tiny_config("qwen3_5_text")
+    config.layer_types = ["linear_attention"] * 2
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    with refused("Qwen3_5ForCausalLM | without a layer of attention | fix: "):
+        generate(model, IDS, mesh=ALONE, max_new_tokens=1)
 
 
 def test_synced_gpus_is_refused_before_work(model: Any) -> None:
@@ -213,25 +222,29 @@ def test_other_media_and_biases_by_distance(part: Any) -> None:
     gemma = tiny_model("gemma4_unified", "bmburst")
     assert part.logits(gemma).shape == (1, 12, program.VOCABULARY)  # one is padding
     falcon = tiny_model("falcon", "bmburst")
+    falcon.__class__ = type("FSDPFalconForCausalLM", (type(falcon),), {"__module__": __name__})  # as FSDP2 does it
+    assert part.logits(falcon).shape == (1, 12, program.VOCABULARY)
     falcon.config.alibi = True
     with refused("bias by distance"):
         part.logits(falcon)
 
 
-def test_a_model_without_the_recurrent_layers_of_its_type() -> None:
+@pytest.mark.parametrize("name", ["granitemoehybrid", "minimax"])
+def test_a_model_without_the_recurrent_layers_of_its_type(name: str) -> None:
     """Small models of Granite 4 have attention in all layers. They need no layout for states."""
     register()
     models = []
     for attention in ("eager", NAME):
-        config = tiny_config("granitemoehybrid")
-        config.layer_types, config.num_local_experts = ["full_attention"] * 2, 0
-        models.append(AutoModelForCausalLM.from_config(config, attn_implementation=attention).double().eval())
-    eager, granite = models
-    granite.load_state_dict(eager.state_dict())
+        config = tiny_config(name)
+        config.layer_types = ["full_attention"] * 2
+        kinds = {"attn_implementation": attention, "experts_implementation": "eager"}
+        models.append(AutoModelForCausalLM.from_config(config, **kinds).double().eval())
+    eager, ours = models
+    ours.load_state_dict(eager.state_dict())
     with torch.no_grad():
-        found = SplitSequences(ALONE, layout="striped").part(IDS).logits(granite)[:, : IDS.shape[1]]
+        found = SplitSequences(ALONE, layout="striped").part(IDS).logits(ours)[:, : IDS.shape[1]]
         torch.testing.assert_close(found, eager(IDS, use_cache=False).logits, rtol=1e-5, atol=1e-5)
-    text = generate(granite, IDS, mesh=ALONE, max_new_tokens=3, do_sample=False)
+    text = generate(ours, IDS, mesh=ALONE, max_new_tokens=3, do_sample=False)
     assert text.tolist() == eager.generate(IDS, max_new_tokens=3, do_sample=False).tolist()
 
 

@@ -10,27 +10,22 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from bmburst import Documents, Full, Mesh, MeshShape
+from bmburst import Documents, Full
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import Near, SequenceMask, attention, layer_mask
+from bmburst.integrations.transformers_cache import SplitCache
 from tests import tiny
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import mesh_of, run_ranks
 from tests.integrations import transformers_program as program
 from tests.refusals import refused
 
 IDS = torch.arange(3, 14).expand(2, -1)
 
 
-def _mesh(world: CheckedCommunicator | None = None) -> Mesh:
-    world = world or single_rank_group()
-    return Mesh(MeshShape(1, world.size, 1), world.rank, world, world, single_rank_group())
-
-
 def _part(**options: Any) -> Part:
     register()
-    return SplitSequences(_mesh()).part(IDS, **options)
+    return SplitSequences(mesh_of()).part(IDS, **options)
 
 
 def _model(family: str, **options: Any) -> PreTrainedModel:
@@ -69,7 +64,7 @@ def test_heads_other_than_a_causal_lms(size: int) -> None:
     pooling, answering, naming = map(_headed, kinds)
 
     def body(comm: CheckedCommunicator) -> None:
-        part = SplitSequences(_mesh(comm)).part(IDS)
+        part = SplitSequences(mesh_of(comm)).part(IDS)
         tokens = part.input_ids.shape[1]
         with refused("LlamaForSequenceClassification | logits [2, 12] | allowed: ", f"[2, {tokens}, classes]"):
             part.logits(pooling)
@@ -91,7 +86,7 @@ def test_ranks_with_different_inputs_of_the_model() -> None:
     model = _model("llama").eval()
 
     def body(world: CheckedCommunicator) -> None:
-        part = SplitSequences(_mesh(world)).part(IDS)
+        part = SplitSequences(mesh_of(world)).part(IDS)
         with refused("inputs | foo | rank 1"):
             part.loss(model, **({"foo": 1} if world.rank == 1 else {}))
 
@@ -106,6 +101,8 @@ def test_ranks_with_different_inputs_of_the_model() -> None:
         ("llama", {"layer_types": ["full_attention", "indexed_attention"]}, "layers | 'indexed_attention'"),
         ("doge", {"output_router_logits": True}, "router's loss of DogeForCausalLM | not read | output_router_logits"),
         ("bloom", {}, "attention | registry"),
+        ("opt", {"layerdrop": 0.5}, "skip | layers | fix: layerdrop=0.0"),
+        ("bert", {"is_decoder": True, "chunk_size_feed_forward": 4}, "chunk_size_feed_forward | fix: "),
         ("bert", {"is_decoder": False}, "causal | bidirectional_mask_function | BART as bmburst.blocks.seq2seq"),
     ],
 )
@@ -272,7 +269,7 @@ def test_recomputation(family: str, options: dict[str, Any], policy: str, words:
 
 
 def test_ids_and_options() -> None:
-    split = SplitSequences(_mesh())
+    split = SplitSequences(mesh_of())
     for ids in (IDS[0], IDS.float(), IDS + 0j, IDS > 3, IDS.to_sparse(), IDS[:, :0], [[1, 2]], None):
         with refused("input_ids | token ids | [batch, length] | allowed: ") as caught:
             split.part(ids)  # type: ignore[arg-type]
@@ -288,14 +285,14 @@ def test_ids_and_options() -> None:
         ({"deterministic": "no"}, "deterministic | bool | 'no' | allowed: True or False"),
     ):
         with refused(words):
-            SplitSequences(_mesh(), **options)
+            SplitSequences(mesh_of(), **options)
     for mesh in (None, "mesh"):
         with refused(f"mesh | bmburst.Mesh | {type(mesh).__name__} | fix: bmburst.Mesh.over_process_group"):
             SplitSequences(mesh)  # type: ignore[arg-type]
 
 
 def test_ids_that_the_model_does_not_have() -> None:
-    split, model = SplitSequences(_mesh()), _model("llama")
+    split, model = SplitSequences(mesh_of()), _model("llama")
     rows = model.get_input_embeddings().num_embeddings
     wrong = IDS.clone()
     wrong[1, 4] = rows
@@ -312,8 +309,30 @@ def test_what_a_part_has_is_not_given_again(name: str) -> None:
         _part().loss(_model("llama"), **{name: IDS})
 
 
+def test_embeddings_instead_of_ids() -> None:
+    """They are refused, and the way that the message names has the loss and the gradient of the whole batch."""
+    model, whole = _model("llama").eval(), torch.randn(2, 11, 24)
+    embeddings = [whole.clone().requires_grad_() for _ in range(2)]
+    part = _part()
+    with refused("inputs_embeds | split batch | fix: a forward hook | part.cut.take"):
+        part.loss(model, inputs_embeds=whole)
+    with refused("num_items_in_batch | split batch | fix: part.loss(model, valid="):
+        part.loss(model, num_items_in_batch=3)
+    with refused("LlamaForCausalLM returns no logits | fix: leave return_dict out"):
+        part.loss(model, return_dict=False)
+    hook = model.get_input_embeddings().register_forward_hook(lambda *_: part.cut.take(embeddings[0]))
+    ours = part.loss(model)
+    hook.remove()
+    model.set_attn_implementation("eager")
+    theirs = model(inputs_embeds=embeddings[1], labels=IDS).loss
+    for loss in (ours, theirs):
+        loss.backward()
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(embeddings[0].grad, embeddings[1].grad)
+
+
 def test_no_model_no_part_and_no_number() -> None:
-    split, part, model = SplitSequences(_mesh()), _part(), _model("llama")
+    split, part, model = SplitSequences(mesh_of()), _part(), _model("llama")
     for none in (None, "llama"):
         with refused(f"{type(none).__name__} | no model of transformers | PreTrainedModel"):
             part.loss(none)  # type: ignore[arg-type]
@@ -323,9 +342,23 @@ def test_no_model_no_part_and_no_number() -> None:
     for wrong, got in (((), "none"), ((None,), "NoneType"), ((part, 5), "int")):
         with refused(f"labels | parts of SplitSequences | {got} | fix: "):
             split.valid(*wrong)
-    for wrong, got in ((None, "NoneType"), (1.5, "float"), (torch.ones(3), "float32[3]")):
+    meta = torch.ones((), device="meta")
+    for wrong, got in ((None, "NoneType"), (1.5, "float"), (torch.ones(3), "float32[3]"), (meta, "float32[]")):
         with refused(f"a loss | tensor of one number | {got} | fix: what part.loss"):
             split.mean(wrong)
+    cache = SplitCache(model.config, mesh_of())
+    for wrong, got in (
+        (None, "NoneType"),
+        (IDS + 0j, "complex64"),
+        (IDS.to("meta"), "meta"),
+        (IDS.to_sparse(), "sparse"),
+    ):
+        with refused(f"input_ids | {got} | fix: "):
+            cache.prefill(model, wrong)
+    with refused("NoneType | no model of transformers | fix: "):
+        cache.prefill(None, IDS)  # type: ignore[arg-type]
+    with refused("Mesh.sum | a number of each rank | None | fix: "):
+        split.mesh.sum(None)  # type: ignore[arg-type]
     for wrong, got in (
         ("x", "'x'"),
         (-3, "-3"),
@@ -340,7 +373,7 @@ def test_no_model_no_part_and_no_number() -> None:
 
 def test_what_one_rank_alone_gives_wrong_is_refused_on_all() -> None:
     def body(comm: CheckedCommunicator) -> None:
-        split, first = SplitSequences(_mesh(comm)), comm.rank == 0
+        split, first = SplitSequences(mesh_of(comm)), comm.rank == 0
         part = split.part(IDS)
         with refused("labels | tensor of integers | list"):
             split.part(IDS, labels=[1] if first else None)  # type: ignore[arg-type]
@@ -361,7 +394,7 @@ def test_what_one_rank_alone_gives_wrong_is_refused_on_all() -> None:
 def test_ranks_that_hold_different_batches() -> None:
     def body(comm: CheckedCommunicator) -> None:
         comm.always = comm.active = False  # as on GPUs
-        split = SplitSequences(_mesh(comm))
+        split = SplitSequences(mesh_of(comm))
         with refused("disagree | fix: "):
             split.part(IDS + comm.rank)
         split.part(IDS)
@@ -380,13 +413,24 @@ def test_frequencies_that_depend_on_the_largest_position() -> None:
             rope = _rope(kind)["rope_parameters"] | (more if kind == "longrope" else {})
             options = {"rope_parameters": rope, "max_position_embeddings": original}
             for layout in ("zigzag", "striped"):
-                part = SplitSequences(_mesh(comm), layout=layout).part(ids)
+                part = SplitSequences(mesh_of(comm), layout=layout).part(ids)
                 if (kind, layout) == ("longrope", "striped"):
                     part.logits(_model("llama", **options))
                     continue
-                with refused(f"rope type | '{kind}' | frequencies | ranks | to 50"):
+                with refused(f"rope type | '{kind}' | tables | ranks | to 50"):
                     part.logits(_model("llama", **options))
-            short = SplitSequences(_mesh(comm)).part(ids[:, :original])
-            short.logits(_model("llama", **options))
+            short = SplitSequences(mesh_of(comm)).part(ids[:, :original])
+            model = _model("llama", **options)
+            short.logits(model)
+            model.model.rotary_emb(torch.zeros(1), ids)  # remembers the length of a longer batch
+            if kind == "longrope":
+                short.logits(model)
+                continue
+            with refused("'dynamic' | 30 to 40 | at most 39"):
+                short.logits(model)
+        scales = {"original_max_position_embeddings": 48, "short_mscale": 1.1, "long_mscale": 1.7}
+        phi = _model("phimoe", rope_parameters=_rope("yarn")["rope_parameters"] | scales, num_local_experts=2)
+        with refused("rope type | 'yarn' | tables | ranks | to 50"):
+            SplitSequences(mesh_of(comm)).part(ids).logits(phi)
 
     run_ranks(2, body)

@@ -20,7 +20,7 @@ from bmburst.integrations.trainer_arguments import require_understood
 from bmburst.integrations.transformers import SplitSequences, register
 from bmburst.integrations.transformers_trainer import SplitBatches, _require_plain, share_batches
 from tests import tiny
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import mesh_of, run_ranks
 from tests.refusals import refusal_of, refused, says
 
 ROWS = [{"input_ids": [3, 4, 5, 6]}] * 4
@@ -28,11 +28,6 @@ ROWS = [{"input_ids": [3, 4, 5, 6]}] * 4
 
 class SplitTrainer(SplitBatches, Trainer):
     pass
-
-
-def _mesh(world: CheckedCommunicator | None = None) -> Mesh:
-    world = world or single_rank_group()
-    return Mesh(MeshShape(1, world.size, 1), world.rank, world, world, single_rank_group())
 
 
 def _trainer(
@@ -46,7 +41,7 @@ def _trainer(
     register()
     arguments = given or TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **(args or {}))
     return SplitTrainer(
-        split=SplitSequences(_mesh()),
+        split=SplitSequences(mesh_of()),
         model=options.pop("model", None) or tiny.transformers_model(attention="bmburst", use_cache=False),
         args=arguments,
         train_dataset=ROWS,
@@ -123,7 +118,7 @@ def test_a_trainer_that_was_not_read(kind: type) -> None:
     """It is refused before it reads the data. Seq2SeqTrainer weights the last batch of an evaluation otherwise."""
     other: Any = type("Other", (SplitBatches, kind), {})
     with refused(f"{kind.__name__} were not read | allowed: Trainer, SFTTrainer | docs/fine_tuning.md"):
-        other(split=SplitSequences(_mesh()), model="folder that does not exist")
+        other(split=SplitSequences(mesh_of()), model="folder that does not exist")
 
 
 def test_a_trainer_with_a_loss_of_its_own(tmp_path: Path) -> None:
@@ -135,7 +130,7 @@ def test_a_trainer_with_a_loss_of_its_own(tmp_path: Path) -> None:
 
     other: Any = type("Other", (SplitBatches, Mine), {})
     with refused("Mine defines compute_loss | SplitBatches | cross entropy | fix: leave it out"):
-        other(split=SplitSequences(_mesh()), model="folder that does not exist")
+        other(split=SplitSequences(mesh_of()), model="folder that does not exist")
     losses = []
     for kind in (SplitTrainer, type("Other", (Mine, SplitTrainer), {})):
         trainer: Any = _trainer(tmp_path, args={"max_steps": 1})
@@ -226,7 +221,7 @@ def test_loaders_that_do_not_go_by_rank(rows: Any) -> None:
     loader: DataLoader[Any] = DataLoader(rows)
     if rows is not ROWS:
         loader = Accelerator(cpu=True).prepare(loader)
-    for told in run_ranks(2, lambda world: refusal_of(share_batches, loader, _mesh(world))):
+    for told in run_ranks(2, lambda world: refusal_of(share_batches, loader, mesh_of(world))):
         says(told, type(rows).__name__, "Accelerator.prepare | has a length | fix: ")
 
 
@@ -248,4 +243,6 @@ def test_groups_of_which_one_would_read_a_batch_more() -> None:
 
 def test_one_rank_reads_what_it_read() -> None:
     loader: DataLoader[Any] = DataLoader(_Endless())
-    assert share_batches(loader, _mesh()) is loader
+    assert share_batches(loader, mesh_of()) is loader
+    with refused("mesh | bmburst.Mesh | NoneType | fix: "):
+        share_batches(loader, None)  # type: ignore[arg-type]

@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
-from bmburst import Documents, Mesh, MeshShape, Tree, pack_tree
+from bmburst import Documents, Tree, pack_tree
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import SplitSequences, register
 from bmburst_ops import IGNORE_INDEX
 from tests import tiny
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import mesh_of, run_ranks
 from tests.refusals import refused
 
 PROMPTS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1]
@@ -36,11 +35,6 @@ RELATIVE = 2e-6  # transformers computes norms and rotary embeddings in fp32
 @pytest.fixture(autouse=True)
 def _registered() -> None:
     register()
-
-
-def _mesh(world: CheckedCommunicator | None = None) -> Mesh:
-    world = world or single_rank_group()
-    return Mesh(MeshShape(1, world.size, 1), world.rank, world, world, single_rank_group())
 
 
 def _model(family: str = "llama", **changes: Any) -> PreTrainedModel:
@@ -78,7 +72,7 @@ def _one_by_one(model: PreTrainedModel) -> list[Tensor]:
 def _as_tree(world: CheckedCommunicator, model: PreTrainedModel, options: dict[str, Any], each: bool) -> list[Tensor]:
     """Return the same of the packed rows; gradients are averaged over ranks, as DDP averages them."""
     own = copy.deepcopy(model)
-    split = SplitSequences(_mesh(world), **options)
+    split = SplitSequences(mesh_of(world), **options)
     packed = pack_tree(ROWS, LABELS, least_saved=1)
     assert len(packed.mask.levels) > 2
     part = split.part(tree=packed)
@@ -123,20 +117,20 @@ def test_a_layer_computes_a_shared_prompt_once_and_no_head_holds_all_logits() ->
     model.lm_head.register_forward_hook(lambda _, __, out: shapes["head"].append(tuple(out.shape)))
     prompt = [*range(3, 53)]
     packed = pack_tree([[*prompt, 7, 8], [*prompt, 9], [*prompt, 11]], least_saved=20)
-    SplitSequences(_mesh()).part(tree=packed).row_logps(model)
+    SplitSequences(mesh_of()).part(tree=packed).row_logps(model)
     assert packed.length == 49 + 2 + 1 + 1 and shapes == {"layer": [(1, 54, 24)], "head": [(1, 1, 61)]}
 
 
 @pytest.mark.parametrize("documents", [None, Documents((9, 5, 7)), Documents((9, 5))])
 def test_balanced_splits_batches_whose_layers_have_one_mask(documents: Documents | None) -> None:
     model, ids = _model(), torch.arange(3, 24)[None]
-    whole = SplitSequences(_mesh(), layout="zigzag").part(ids, documents=documents)
+    whole = SplitSequences(mesh_of(), layout="zigzag").part(ids, documents=documents)
     real = 21 if documents is None else documents.length
     with torch.no_grad():
         expected, loss = whole.logits(model)[:, :real], whole.loss(model)
 
     def body(world: CheckedCommunicator) -> None:
-        own, split = copy.deepcopy(model), SplitSequences(_mesh(world), layout="balanced")
+        own, split = copy.deepcopy(model), SplitSequences(mesh_of(world), layout="balanced")
         part = split.part(ids, documents=documents)
         assert part.cut.layout.name == "balanced"
         with torch.no_grad():
@@ -147,7 +141,7 @@ def test_balanced_splits_batches_whose_layers_have_one_mask(documents: Documents
 
 
 def test_balanced_is_refused_where_masks_differ() -> None:
-    split, ids = SplitSequences(_mesh(), layout="balanced"), torch.arange(3, 24).expand(2, -1)
+    split, ids = SplitSequences(mesh_of(), layout="balanced"), torch.arange(3, 24).expand(2, -1)
     with refused("'balanced' | one mask | each sample | 'zigzag'"):
         split.part(ids, documents=[Documents((9, 12)), Documents((8, 13))])
     with refused("'balanced' | window of 7 | 'zigzag'"):
@@ -169,7 +163,7 @@ REFUSED: list[tuple[Callable[[SplitSequences], object], str]] = [
     (lambda split: split.part(), "input_ids | NoneType"),
     (lambda split: split.part(torch.zeros(1, 3).long(), documents=Tree([-1, 0], [1, 2])), "tree=bmburst.pack_tree"),
     (lambda split: split.part(torch.tensor([ROWS[0]])).row_logps(_model()), "row_logps | plain batch | pack_tree"),
-    (lambda split: split.part(tree=_tree()).row_logps(_model(), labels=1), "labels | already part"),
+    (lambda split: split.part(tree=_tree()).row_logps(_model(), labels=1), "labels | split.part"),
     (
         lambda split: split.part(tree=_tree()).loss(_model("mistral", sliding_window=7)),
         "window of 7 | tree | of 13",
@@ -193,7 +187,7 @@ REFUSED: list[tuple[Callable[[SplitSequences], object], str]] = [
 def test_what_is_no_tree_or_not_exact_on_one_is_refused(case: int) -> None:
     call, words = REFUSED[case]
     with refused(words):
-        call(SplitSequences(_mesh()))
+        call(SplitSequences(mesh_of()))
 
 
 def test_fields_of_a_tree_that_do_not_fit_are_refused() -> None:
@@ -210,7 +204,7 @@ def test_trees_that_differ_between_ranks_are_refused_on_every_rank() -> None:
         for rows in others:
             packed = pack_tree(rows if world.rank else ROWS, least_saved=1)
             with refused("tree | rank 1"):
-                SplitSequences(_mesh(world)).part(tree=packed)
+                SplitSequences(mesh_of(world)).part(tree=packed)
 
     run_ranks(2, body)
 
@@ -221,4 +215,4 @@ def test_noise_of_whole_rows_is_refused_on_a_tree() -> None:
     model = _model().train()
     activate_neftune(model, 5.0)
     with refused("NEFTune | tree"):
-        SplitSequences(_mesh()).part(tree=_tree()).row_logps(model)
+        SplitSequences(mesh_of()).part(tree=_tree()).row_logps(model)

@@ -1,29 +1,96 @@
-"""The fold of fragments against products of whole matrices, in plain torch and in Triton."""
+"""Folds of fragments and their summaries in Triton against products of whole matrices in fp64."""
 
 import pytest
 import torch
 
-from bmburst_ops.linear import fold, triton_fold
+from bmburst_ops.linear import Recurrence
+from bmburst_ops.linear.fold import joined_transitions, states_after, states_between
+from bmburst_ops.linear.triton_summaries import CHUNK, Spans, start_gradients, summarize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EDGES = (0, 3, 4, 9)
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(("key_dim", "columns", "given"), [(16, 32, 32), (12, 40, 20), (7, 5, 5)])
-@pytest.mark.parametrize("which", [fold, triton_fold], ids=["torch", "triton"])
-def test_states_between_fragments(which, key_dim, columns, given, backward):
+@pytest.mark.parametrize(("kind", "wide"), [("gated_delta", True), ("decay", False)])
+def test_states_between_fragments(kind, wide, backward):
     rng = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
-    wide = 0.4 * draw(EDGES[-1], 2, key_dim, key_dim + given)  # M and U lie side by side, as a kernel leaves them
-    u, m = wide[..., :given], wide[..., given:]
-    firsts = draw(len(EDGES) - 1, 2, key_dim, columns)
-    each, lasts = which.fold_fragments(*(t.to(DEVICE) for t in (m, u, firsts)), EDGES, backward=backward)
+    m = 0.4 * (draw(EDGES[-1], 2, 12, 12) if wide else draw(EDGES[-1], 2, 1, 1))
+    u, firsts = draw(EDGES[-1], 2, 12, 20), draw(len(EDGES) - 1, 2, 12, 20)
+    recurrence = Recurrence(kind)
+    given = [t.to(DEVICE) for t in (m, u)]
+    each = states_between(recurrence, *given, firsts.to(DEVICE), EDGES, backward=backward)
+    lasts = states_after(recurrence, *given, EDGES, backward=backward)
+    joined = joined_transitions(recurrence, given[0], EDGES)
+    matrices = m.double() if wide else m.double() * torch.eye(12)
     for piece, state in enumerate(firsts.double()):
         order = range(EDGES[piece], EDGES[piece + 1])
+        product = torch.eye(12, dtype=torch.float64).expand(2, 12, 12)
         for fragment in reversed(order) if backward else order:
             torch.testing.assert_close(each[fragment].cpu().double(), state, rtol=1e-4, atol=1e-4)
-            one = m[fragment].double()
-            state = torch.einsum("hji,hjc->hic" if backward else "hij,hjc->hic", one, state)
-            state[..., :given] += u[fragment].double()
-        torch.testing.assert_close(lasts[piece].cpu().double(), state, rtol=1e-4, atol=1e-4)
+            one = matrices[fragment].mT if backward else matrices[fragment]
+            state, product = one @ state + u[fragment].double(), one @ product
+        own = state - product @ firsts[piece].double()
+        torch.testing.assert_close(lasts[piece].cpu().double(), own, rtol=1e-4, atol=1e-4)
+        found = joined[piece].cpu().double() * (1.0 if wide else torch.eye(12))
+        torch.testing.assert_close(found.mT if backward else found, product, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 48), (20, 80)])
+@pytest.mark.parametrize("kind", ["gated_delta", "kda", "decay"])
+def test_summaries_in_triton(kind, key_dim, value_dim):
+    """Fragments in any order and with others left out, a chunk that ends early, and heads that share keys."""
+    rng = torch.Generator().manual_seed(0)
+    tokens, heads, key_heads, scale = 3 * CHUNK + 50, 4, 4 if kind == "kda" else 2, 0.3
+    spans = [(CHUNK, tokens), (0, 40)]
+    draw = lambda *shape: torch.randn(1, tokens, *shape, generator=rng, dtype=torch.float64)  # noqa: E731
+    q, k = (0.2 * draw(key_heads, key_dim) for _ in range(2))
+    w = None if kind == "decay" else 0.2 * draw(heads, key_dim)
+    v, grad, local = (draw(heads, value_dim) for _ in range(3))
+    sums = -0.02 * draw(heads, *((key_dim,) if kind == "kda" else ())).abs().cumsum(1)
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    low = [None if t is None else t.to(DEVICE, dtype) for t in (q, k, w, v, grad, None if w is None else local)]
+    q, k, w, v, grad, local = (None if t is None else t.cpu().double() for t in low)
+    places = Spans(*torch.tensor(spans, device=DEVICE).T.contiguous())
+    on_device = sums.float().to(DEVICE)
+    m, u = summarize(low[1], low[2], low[3], on_device, places)
+    back = start_gradients(low[0], low[1], low[2], low[4], low[5], on_device, scale, places)
+    repeated = [t[0].repeat_interleave(heads // key_heads, 1) for t in (q, k)]
+    for fragment, (begin, end) in enumerate(spans):
+        for head in range(heads):
+            through, own, grad_start = _dense(
+                *(t[begin:end, head] for t in repeated),
+                None if w is None else w[0, begin:end, head],
+                *(None if t is None else t[0, begin:end, head] for t in (v, grad, local)),
+                sums[0, begin:end, head],
+                scale,
+            )
+            for name, ours, wanted in (("M", m, through), ("U", u, own), ("start", back, grad_start)):
+                found = ours[fragment, head].cpu().double()
+                found = found * torch.eye(key_dim) if kind == "decay" and name == "M" else found
+                error = float((found - wanted).norm() / wanted.norm())
+                assert error < (1e-5 if dtype == torch.float32 else 2e-2), f"{name}: {error}"
+
+
+def _dense(q, k, w, v, grad, local, sums, scale):
+    """Return M, U and the gradient of the state before one head of a fragment, chunk after chunk."""
+    key_dim = k.shape[1]
+    m, u = torch.eye(key_dim, dtype=torch.float64), torch.zeros(key_dim, v.shape[1], dtype=torch.float64)
+    chunks = []
+    for begin in range(0, len(k), CHUNK):
+        part = slice(begin, begin + CHUNK)
+        decays = sums[part].exp2().view(len(k[part]), -1)  # [tokens, 1 or key_dim]
+        last = decays[-1].expand(key_dim)
+        by_channel = sums.dim() == 2
+        keys = k[part] if by_channel else k[part] * (decays[-1] / decays)
+        queries = q[part] if by_channel else q[part] * decays
+        step = last.diag() if w is None else last.diag() - keys.T @ w[part]
+        m, u = step @ m, step @ u + keys.T @ v[part]
+        chunks.append((part, queries, step))
+    state = torch.zeros_like(u)
+    for part, queries, step in reversed(chunks):
+        state = step.T @ state + scale * queries.T @ grad[part]
+        if w is not None:
+            state = state - w[part].T @ local[part]
+    return m, u, state

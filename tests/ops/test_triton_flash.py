@@ -18,6 +18,7 @@ from bmburst_ops.flash.triton import TritonKernel, block_sizes_for
 from tests.attention.oracle import draw
 from tests.ops.another_machine import AnotherMachine
 from tests.ops.masks import attention
+from tests.ops.tiles import error
 from tests.pairs import in_turn
 from tests.refusals import refused
 
@@ -176,12 +177,6 @@ def make(tile, dtype, batch=2):
         lse.detach(),
         delta,
     )
-
-
-def error(ours, wanted):
-    """Relative error of the whole tensor."""
-    assert ours.shape == wanted.shape
-    return ((ours.double().cpu() - wanted).norm() / wanted.norm()).item()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 
 from bmburst.attention.call import head_shapes
 from bmburst.blocks.presets import PRESETS
-from bmburst.mesh import Mesh, MeshShape
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, memory_of, reserved_memory
 from bmburst.plan.presentation import options
@@ -23,7 +22,7 @@ from bmburst.schedule.mask import Causal, SlidingWindow
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.train import memory_plan
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import mesh_of, run_ranks
 from tests.refusals import refused
 
 H200 = load_hardware("h200")
@@ -262,7 +261,7 @@ def decide(asked, free, host=64 * GIB):
     size = len(free)
 
     def body(comm):
-        mesh = Mesh(MeshShape(1, size), comm.rank, comm, comm, comm)
+        mesh = mesh_of(comm)
         return memory_plan.recompute_for(asked, mesh, size, memory_plan.RankMemory(free=free[comm.rank], host=host))
 
     return run_ranks(size, body)
@@ -298,7 +297,7 @@ def test_unlike_ranks_decide_by_the_first(monkeypatch, capsys):
         return real(config, ranks, nodes, hardware)
 
     def body(comm):
-        mesh = Mesh(MeshShape(1, comm.size), comm.rank, comm, comm, comm)
+        mesh = mesh_of(comm)
         cuda = SimpleNamespace(
             is_available=lambda: True,
             get_device_name=lambda: names[comm.rank],

@@ -49,6 +49,7 @@ def test_axes_that_do_not_multiply_are_refused():
     assert "with pipe 2" in refusal_of(MeshShape.fit, 12, 5, pipe=2)
     assert "data 1 x sequence 3" in refusal_of(MeshShape.fit, 2, sequence=3)
     assert refusal_of(MeshShape.fit, 8, sequence="2").startswith("sequence of a mesh must be a whole number, got '2'")
+    assert refusal_of(MeshShape.fit, 8, tensor=None).startswith("tensor of a mesh must be a whole number, got None")
     assert "data 1 x sequence 2 x tensor 0" in refusal_of(MeshShape, 1, 2, 0)
 
 

@@ -136,6 +136,30 @@ def test_a_named_transport_moves_all_blocks():
     assert not found.at_once  # groups of ranks exchange heads
 
 
+def test_latents_are_exchanged_where_that_takes_less_time():
+    """Instead of keys and values of 64 heads of 192 and 128 numbers: 576 numbers a token."""
+
+    def taken(name="auto", size=4, place=("nccl", 1), tokens=16384, heads=64, machine=H200, **changes):
+        sizes = replace(
+            shapes(size, tokens, heads, heads), head_dim=192, value_dim=128, **{"latent_dim": 576} | changes
+        )
+        asked = tokens, CAUSAL, Placement(*place), machine
+        problem, found = Problem(sizes, *asked), choose_strategy(name, sizes, *asked)
+        other = choose_strategy(name, replace(sizes, latent_dim=0), *asked)
+        assert found == other or (found.latents and problem.cost(found).total < problem.cost(other).total)
+        return found.latents
+
+    assert taken() and taken("heads") and taken(tokens=4096, place=("nccl", 2), size=8)
+    assert not taken("ring") and not taken(latent_dim=0) and not taken(size=1)
+    assert not taken(latent_dim=64 * 320) and not taken(heads=62)  # more bytes; 4 ranks cannot share these heads
+    assert not taken(tokens=1 << 18)  # more than an outbox holds: heads move in units
+    assert not taken(machine=replace(H200, matmul=H200.matmul / 100))  # they are expanded once more
+    assert not taken(machine=replace(H200, collective_host=1.0))
+    slow = replace(H200, all_to_all_bandwidth=H200.all_to_all_bandwidth / 4, peer_bandwidth=1e9)
+    assert taken(place=("peer", 1), machine=slow)
+    assert not taken(place=("peer", 1, True, None, False), machine=slow)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_costs_grow_with_what_is_done(transport):
     ring = Strategy(1, "ring", "kv")

@@ -10,7 +10,7 @@ from time import sleep
 from typing import Any
 
 from bmburst.train.config import DataConfig, ParallelConfig, ScheduleConfig, TrainConfig
-from bmburst.train.trainer import run
+from bmburst.train.trainer import Trainer, run
 from tests import tiny
 
 STEPS = 6
@@ -40,6 +40,10 @@ def config(folder: Path, name: str, **changes: Any) -> TrainConfig:
     if parallel.layout != "balanced":  # less work: a step in one piece
         values.setdefault("micro_batch_size", values["batch_size"] // parallel.data_parallel)
     return TrainConfig(**values)
+
+
+def trainer(folder: Path, name: str, **changes: Any) -> Trainer:
+    return Trainer(config(folder, name, **changes))
 
 
 def train(folder: Path, name: str, **changes: Any) -> None:

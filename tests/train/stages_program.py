@@ -191,8 +191,6 @@ class _NoHostReads(TorchDispatchMode):
 
 
 def _trainer(folder: Path, run: str, split: Split, name: str, **changes: Any) -> Any:
-    from bmburst.train.trainer import Trainer
-
     text = folder / "documents.jsonl"
     data = DataConfig(source=str(text), held_out_fraction=0.2, cache=folder / f"tokens-{split.ranks}")
     parallel = ParallelConfig(
@@ -205,7 +203,7 @@ def _trainer(folder: Path, run: str, split: Split, name: str, **changes: Any) ->
     changes = CASES[name] | changes
     if name == "4bit":
         changes["init_from"] = folder / "base"
-    return Trainer(run_program.config(folder, run, parallel=parallel, data=data, **changes))
+    return run_program.trainer(folder, run, parallel=parallel, data=data, **changes)
 
 
 def write_text(folder: Path) -> None:

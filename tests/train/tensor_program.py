@@ -144,11 +144,9 @@ def result(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _trainer(folder: Path, name: str, tensor: int, **changes: Any) -> Any:
-    from bmburst.train.trainer import Trainer
-
     data = DataConfig(source=str(folder / "text.txt"), held_out_fraction=0.2, cache=folder / f"tokens-{tensor}")
     parallel = ParallelConfig(tensor_parallel=tensor, layout="contiguous")
-    return Trainer(run_program.config(folder, name, parallel=parallel, data=data, **changes))
+    return run_program.trainer(folder, name, parallel=parallel, data=data, **changes)
 
 
 def _step(trainer: Any) -> tuple[float, float]:

@@ -40,9 +40,7 @@ CASES = {
 
 
 def trainer(folder, name, **changes):
-    from bmburst.train.trainer import Trainer
-
-    return Trainer(program.config(folder, name, **{"eval_every": 0, **changes}))
+    return program.trainer(folder, name, **{"eval_every": 0, **changes})
 
 
 def beside_training(ours):

@@ -28,10 +28,9 @@ def _equal_transformers(folder, pack):
     from bmburst.data import PackedSequences, evaluation_batches, open_corpus
     from bmburst.train import evaluate
     from bmburst.train.config import EvalConfig
-    from bmburst.train.trainer import Trainer
 
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    trainer = Trainer(program.config(folder, "run"))
+    trainer = program.trainer(folder, "run")
     with torch.no_grad():
         for parameter in trainer.optimizer.param_groups[0]["params"]:
             parameter.mul_(15)

@@ -22,12 +22,6 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def trainer(folder, name, **changes):
-    from bmburst.train.trainer import Trainer
-
-    return Trainer(program.config(folder, name, **changes))
-
-
 def test_what_a_checkpoint_holds(tmp_path):
     run_program(1, _holds_everything, tmp_path)
 
@@ -35,14 +29,14 @@ def test_what_a_checkpoint_holds(tmp_path):
 def _holds_everything(folder):
     for dtype, before in (("float32", 2), ("bfloat16", 2), ("bfloat16", 0)):
         name = f"{dtype}-{before}"
-        first = trainer(folder, name, dtype=dtype)
+        first = program.trainer(folder, name, dtype=dtype)
         for _ in range(before):
             first.step()
         torch.manual_seed(5)
         assert first.save().name == f"step-{before:06d}"
         drawn = torch.rand(3)
         steps = [first.step() for _ in range(3)]
-        resumed = trainer(folder, name, dtype=dtype, resume=True)
+        resumed = program.trainer(folder, name, dtype=dtype, resume=True)
         torch.manual_seed(6)
         resumed.restore()
         assert torch.equal(torch.rand(3), drawn)
@@ -53,7 +47,8 @@ def _holds_everything(folder):
             for what in ("step", "loss", "lr", "grad_norm"):
                 assert getattr(ours, what) == getattr(wanted, what), (name, what)
     # What bfloat16 keeps besides must not be left out in silence.
-    said("dtype | _param_fp32 | missing | fix: | --init-from", trainer(folder, "bfloat16-2", resume=True).restore)
+    resumed = program.trainer(folder, "bfloat16-2", resume=True)
+    said("dtype | _param_fp32 | missing | fix: | --init-from", resumed.restore)
 
 
 def test_damaged_files_are_refused(tmp_path):
@@ -63,8 +58,8 @@ def test_damaged_files_are_refused(tmp_path):
 def _refuses_damaged_files(folder):
     from safetensors.torch import load_file, save_file
 
-    saved = trainer(folder, "run").save()
-    ours = trainer(folder, "run", resume=True)
+    saved = program.trainer(folder, "run").save()
+    ours = program.trainer(folder, "run", resume=True)
     before = (saved / "state.json").read_bytes()
     model = (saved / "model.safetensors").read_bytes()
     (saved / "model.safetensors").write_bytes(b"\xff" * 64 + model[64:])
@@ -117,7 +112,7 @@ def test_which_checkpoints_stay(tmp_path):
 
 
 def _which_stay(folder):
-    ours = trainer(folder, "run", keep_checkpoints=1)
+    ours = program.trainer(folder, "run", keep_checkpoints=1)
     checkpoints = folder / "run" / "checkpoints"
     (checkpoints / "step-000009").mkdir(parents=True)  # later, but not complete
     (checkpoints / "step-000001").write_text("no folder")
@@ -140,7 +135,7 @@ def test_runs_at_the_edges(tmp_path):
 
 def _edges(folder):
     # A gradient that is not finite changes neither weights nor moments.
-    diverged = trainer(folder, "diverged", sample_tokens=3, eval_every=2, max_skipped_steps=0)
+    diverged = program.trainer(folder, "diverged", sample_tokens=3, eval_every=2, max_skipped_steps=0)
     diverged.step()
     parameters = [p for group in diverged.optimizer.param_groups for p in group["params"]]
     before = [p.clone() for p in parameters]

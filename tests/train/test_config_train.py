@@ -405,8 +405,13 @@ def test_what_may_and_may_not_change_on_resume(tmp_path):
         ({"dtype": "bfloat16", "optimizer.loss_scale_steps": "9"}, "loss_scale_steps 9 | no effect | bfloat16"),
         ({"dtype": "float16", "optimizer.loss_scale": "12"}, "loss_scale 12 | power of 2 | --optimizer.loss_scale 8"),
         ({"dtype": "float16", "optimizer.kernel": "bmtrain"}, "kernel bmtrain | float16 | overflow | fix: | auto"),
+        ({"optimizer.kernel": "bmtrain"}, "kernel bmtrain has no effect | float32 | bfloat16 | fix: leave"),
+        (
+            {"optimizer.kernel": "bmtrain", "optimizer.offload": "true", "dtype": "bfloat16"},
+            "kernel bmtrain has no effect | optimizer.offload | fix: leave",
+        ),
     ],
 )
-def test_a_loss_scale_is_for_float16_alone(options, words):
+def test_optimizer_settings_that_do_not_fit_the_dtype_are_refused(options, words):
     says(refusal_of(resolve, (), options), words)
     resolve((), {"dtype": "float16", "optimizer.loss_scale": "8", "optimizer.loss_scale_steps": "9"})

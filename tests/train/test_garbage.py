@@ -21,13 +21,11 @@ def test_garbage_is_collected_at_the_same_steps(tmp_path):
 
 
 def _collects(folder):
-    from bmburst.train.trainer import Trainer
-
     gc.unfreeze()  # what the server of ranks froze
     collections = []
     gc.callbacks.append(lambda phase, _: collections.append(ours.steps_done) if phase == "start" else None)
     for name, is_bad in (("good", False), ("bad", True)):
-        ours = Trainer(program.config(folder, name, steps=6, checkpoint_every=None, eval_every=0, max_skipped_steps=2))
+        ours = program.trainer(folder, name, steps=6, checkpoint_every=None, eval_every=0, max_skipped_steps=2)
         loss, states = ours.model.loss, []
 
         def seen(*args, loss=loss, states=states, is_bad=is_bad, **options):

@@ -36,14 +36,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trainer(folder, name, **changes):
-    from bmburst.train.trainer import Trainer
-
-    return Trainer(program.config(folder, name, **changes))
-
-
 def _saves(folder):
-    ours = trainer(folder, "run")
+    ours = program.trainer(folder, "run")
     for part_bytes in (None, 1):
         progress = checkpoint_files.RunProgress(step=ours.steps_done, data=ours.batches.state_dict(), tokenizer="bytes")
         parts = {"keep": 2, "part_bytes": part_bytes}
@@ -98,7 +92,7 @@ def test_a_resumed_run_falls_back_and_says_so(folder, tmp_path):
 
 
 def _falls_back(folder):
-    ours, said = trainer(folder, "run", resume=True), io.StringIO()
+    ours, said = program.trainer(folder, "run", resume=True), io.StringIO()
     with contextlib.redirect_stderr(said):
         ours.restore()
     assert ours.steps_done == 0
@@ -140,7 +134,7 @@ def test_a_checkpoint_without_checksums_still_loads(folder, tmp_path):
 
 
 def _restores(folder):
-    ours = trainer(folder, "run", resume=True)
+    ours = program.trainer(folder, "run", resume=True)
     ours.restore()
     assert ours.steps_done == 1
 
@@ -152,7 +146,7 @@ def test_damaged_tokens_are_seen_before_training(tmp_path):
 def _tokens(folder):
     from bmburst.data import open_corpus
 
-    first = trainer(folder, "first")  # tokenizes
+    first = program.trainer(folder, "first")  # tokenizes
     damaged = open_corpus(folder / "text.txt", "bytes", folder / "tokens").path
     first.corpus.verify()
     on_every_rank(lambda: None)
@@ -186,7 +180,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(tmp_path):
 
 
 def _fills_the_disk(folder):
-    ours = trainer(folder, "run")
+    ours = program.trainer(folder, "run")
     first = ours.save()
     before = {path: path.read_bytes() for path in first.iterdir()}
     ours.step()
@@ -265,7 +259,7 @@ def _never(folder):
     assert written["checkpoint_every"] is None
     # A run that ends for skipped steps advises what is possible.
     for every, advice in ((None, "no checkpoint"), (1, "--resume | last checkpoint")):
-        ours = trainer(folder, f"skips-{every}", max_skipped_steps=1, checkpoint_every=every, steps=4)
+        ours = program.trainer(folder, f"skips-{every}", max_skipped_steps=1, checkpoint_every=every, steps=4)
         ours.step()
         if every:
             ours.save()
@@ -274,7 +268,7 @@ def _never(folder):
         with refused("1 steps", advice, error=RunError):
             ours.train()
     # One that is asked to stop saves nothing either.
-    ours = trainer(folder, "stopped", checkpoint_every=None, steps=9)
+    ours = program.trainer(folder, "stopped", checkpoint_every=None, steps=9)
     next_batch = ours.next_batch
 
     def asked_to_stop():

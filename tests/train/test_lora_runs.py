@@ -26,12 +26,10 @@ def base(folder):
 
 
 def trainer(folder, name, **changes):
-    from bmburst.train.trainer import Trainer
-
     # Its rate does not depend on the number of steps.
     schedule = ScheduleConfig(kind="constant", warmup_steps=0)
     changes = {"lora": LORA, "schedule": schedule, "init_from": folder / "base", "parallel": ParallelConfig()} | changes
-    return Trainer(program.config(folder, name, **changes))
+    return program.trainer(folder, name, **changes)
 
 
 def state(made):

@@ -1,13 +1,17 @@
 """Learning rates are those of the published formulas, and of transformers where it has the schedule."""
 
 import math
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from bmburst.blocks.kinds import KINDS
+from bmburst.blocks.lora import LoRAConfig
 from bmburst.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from bmburst.train.resolve import resolve
 from bmburst.train.schedule import learning_rate
@@ -174,6 +178,14 @@ def test_kinds_that_have_no_weight_decay_are_refused() -> None:
     TrainConfig(optimizer=OptimizerConfig(weight_decay_on=("mlp",)))
     with refused("weight_decay_on mlp has no effect | weight_decay is 0 | fix: --optimizer.weight_decay 0.1"):
         TrainConfig(optimizer=OptimizerConfig(weight_decay_on=("mlp",), weight_decay=0))
+    with refused("weight_decay_on mlp,biases has no effect on biases | fix: | embeddings,attention,mlp,head,norms"):
+        TrainConfig(optimizer=OptimizerConfig(weight_decay_on=("mlp", "biases")))
+    adapters = {"init_from": Path("model"), "model": TrainConfig().model, "lora": LoRAConfig(rank=1)}
+    decayed = OptimizerConfig(weight_decay_on=("embeddings",), weight_decay=0.1)
+    with refused("weight_decay_on embeddings | no effect | fix: --optimizer.weight_decay_on attention"):
+        TrainConfig(**adapters, optimizer=decayed)
+    TrainConfig(**adapters, optimizer=replace(decayed, weight_decay_on=KINDS))
+    TrainConfig(**{**adapters, "lora": LoRAConfig(rank=1, modules_to_save=("embed_tokens",))}, optimizer=decayed)
 
 
 def test_files_and_options_agree_with_python() -> None:

@@ -44,10 +44,8 @@ def test_a_run_says_how_it_went(tmp_path):
 
 
 def _observed(folder):
-    from bmburst.train.trainer import Trainer
-
     with patch("bmburst.train.monitor.LagWatch", partial(LagWatch, window=4)):
-        trainer = Trainer(program.config(folder, "run", profile="2-3"))
+        trainer = program.trainer(folder, "run", profile="2-3")
     read = trainer.next_batch
 
     def slowly():
@@ -67,9 +65,7 @@ def test_the_host_waits_for_the_device_once_a_step(tmp_path):
 
 
 def _counted(folder):
-    from bmburst.train.trainer import Trainer
-
-    trainer = Trainer(program.config(folder, "run", batch_size=4))
+    trainer = program.trainer(folder, "run", batch_size=4)
     for group in (trainer.mesh.world, trainer.mesh.sequence, trainer.mesh.data, trainer.mesh.tensor):
         group.always = False  # on CPUs calls are compared, by the host
     trainer.step()

@@ -13,11 +13,9 @@ STEPS = 4  # equal bit by bit: a difference shows at the second step, or never
 
 
 def trainer(folder, name, streams, dtype, **changes):
-    from bmburst.train.trainer import Trainer
-
     optimizer = OptimizerConfig(offload=True, offload_weights=streams, clip_norm=1.0, lr=0.01)  # some steps
     changes.setdefault("parallel", ParallelConfig())
-    return Trainer(program.config(folder, name, dtype=dtype, optimizer=optimizer, steps=STEPS, **changes))
+    return program.trainer(folder, name, dtype=dtype, optimizer=optimizer, steps=STEPS, **changes)
 
 
 def held(made):

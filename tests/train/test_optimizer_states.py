@@ -36,13 +36,11 @@ RUNS = {
 
 
 def trainer(folder, name, **changes):
-    from bmburst.train.trainer import Trainer
-
     schedule = ScheduleConfig(kind="constant", warmup_steps=0)
     changes = {"schedule": schedule, "parallel": ParallelConfig(), "eval_every": 0} | changes
     if "lora" in changes:
         changes["init_from"] = folder / "base"
-    return Trainer(program.config(folder, name, **changes))
+    return program.trainer(folder, name, **changes)
 
 
 def held(made):

@@ -151,6 +151,8 @@ def test_weights_in_host_memory_are_named_where_it_has_room():
     assert 14 * 7e9 / GIB < hosted < 14 * 8.03e9 / GIB
     streaming = config(2**16, optimizer=OptimizerConfig(offload=True, offload_weights=True))
     assert not any(words.startswith(streamed + ",") for words in settings_of(said(streaming, ranks=1, host=200)))
+    of_bmtrain = run.replace(optimizer=OptimizerConfig(kernel="bmtrain"))  # has no effect there, and is left out
+    assert settings_of(said(of_bmtrain, ranks=1, gib=60, host=200)) == fitting
     whole = config(2**16, recompute="block", parallel=ParallelConfig(zero_level=2))
     assert not any(streamed in words for words in settings_of(said(whole, ranks=1, gib=60, host=200)))
     for given, is_named in ((64, False), (128, True)):  # what is free does not count then

@@ -37,8 +37,6 @@ OFFLOADS = {
 
 
 def make(folder, name, dtype="float16", **changes):
-    from bmburst.train.trainer import Trainer
-
     scaled = {"loss_scale": INITIAL, "loss_scale_steps": INTERVAL} if dtype == "float16" else {}
     rates = {key.partition(".")[2]: changes.pop(key) for key in list(changes) if key.startswith("optimizer.")}
     if "lora" in changes:
@@ -51,7 +49,7 @@ def make(folder, name, dtype="float16", **changes):
         "schedule": ScheduleConfig(kind="constant", warmup_steps=0),
         "optimizer": OptimizerConfig(lr=4e-3, clip_norm=0.1, **scaled, **rates),
     }
-    trainer = Trainer(program.config(folder, name, **values | changes))
+    trainer = program.trainer(folder, name, **values | changes)
     trainer.restore()
     return trainer
 

@@ -26,9 +26,8 @@ def _equal_transformers(folder):
 
     from bmburst.data import PackedSequences
     from bmburst.inference.answering import generate
-    from bmburst.train.trainer import Trainer
 
-    trainer = Trainer(program.config(folder, "run"))
+    trainer = program.trainer(folder, "run")
     with torch.no_grad():
         for parameter in trainer.optimizer.param_groups[0]["params"]:
             parameter.mul_(15)  # so that the next token hangs on the ones before it
@@ -70,10 +69,9 @@ def test_a_sequence_longer_than_the_text_is_as_long_as_the_text(tmp_path):
 def _longer_than_the_text(folder):
     from bmburst.train import evaluate
     from bmburst.train.config import EvalConfig
-    from bmburst.train.trainer import Trainer
 
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    saved = Trainer(program.config(folder, "run")).save()
+    saved = program.trainer(folder, "run").save()
     for text, whole in (("the quick brown fox", 20), ("x", 3)):  # 20 and 2 tokens, on 3 ranks
         source = folder / "text.md"
         source.write_text(text)
@@ -92,10 +90,9 @@ def test_a_loss_that_is_no_number_is_refused_on_every_rank(tmp_path):
 def _no_number(folder):
     from bmburst.train import evaluate
     from bmburst.train.config import EvalConfig
-    from bmburst.train.trainer import Trainer
 
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    trainer = Trainer(program.config(folder, "run"))
+    trainer = program.trainer(folder, "run")
     trainer.optimizer.param_groups[0]["params"][0].data.fill_(math.nan)
     (folder / "text.md").write_text("the quick brown fox")
     given = EvalConfig(checkpoint=trainer.save(), data=str(folder / "text.md"), sequence_length=20)

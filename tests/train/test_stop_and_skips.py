@@ -28,10 +28,8 @@ def numbers(folder):
 
 
 def trainer(folder, name, **changes):
-    from bmburst.train.trainer import Trainer
-
     values = {"schedule": ScheduleConfig(kind="constant", warmup_steps=2), "checkpoint_every": 0} | changes
-    made = Trainer(program.config(folder, name, **values))
+    made = program.trainer(folder, name, **values)
     made.restore()
     return made
 

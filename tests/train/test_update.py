@@ -15,10 +15,8 @@ def test_a_step_in_parts(tmp_path):
 
 
 def _in_parts(folder):
-    from bmburst.train.trainer import Trainer
-
     clip = OptimizerConfig(clip_norm=0.01)
-    trainer = Trainer(program.config(folder, "run", recompute="auto", optimizer=clip))
+    trainer = program.trainer(folder, "run", recompute="auto", optimizer=clip)
     assert trainer.config.recompute in POLICIES  # what is said of this run is said of what was decided
     batches, alone = [trainer.next_batch() for _ in range(2)], []
     for batch in batches:

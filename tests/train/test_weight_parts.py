@@ -28,12 +28,6 @@ def test_who_writes_what():
     assert max(owners_of([16 * 2**30 // 290] * 290, 8, 2 << 30)) == 7
 
 
-def trainer(folder, name, **changes):
-    from bmburst.train.trainer import Trainer
-
-    return Trainer(program.config(folder, name, **changes))
-
-
 def test_parts_hold_what_one_file_does_and_load_on_any_ranks(tmp_path):
     run_program(3, _save_in_parts, tmp_path)
     parts = tmp_path / "parts" / "checkpoints" / "step-000002"
@@ -59,7 +53,7 @@ def save(folder, ours, progress, part_bytes):
 
 
 def _save_in_parts(folder):
-    ours = trainer(folder, "parts")
+    ours = program.trainer(folder, "parts")
     for _ in range(2):
         ours.step()
     progress = RunProgress(step=2, data=ours.batches.state_dict(), tokenizer="bytes")
@@ -96,7 +90,7 @@ def _fails_together(folder, ours):
 def _load_parts(folder):
     found = []
     for name in ("whole", "parts"):
-        ours = trainer(folder, name, resume=True)
+        ours = program.trainer(folder, name, resume=True)
         ours.restore()
         states = [ours.optimizer.state[p] for g in ours.optimizer.param_groups for p in g["params"]]
         found.append((ours.step(), [state["exp_avg_sq"].clone() for state in states]))
@@ -128,12 +122,12 @@ def _measure_memory(folder):
         return full
 
     zero.gather = in_step
-    small = trainer(folder, "small")
+    small = program.trainer(folder, "small")
     small.step()
     small.save()  # what is imported on the way takes more than these tensors do
     checkpoint.load(newest_complete(folder / "small"), small.model, small.optimizer)
     shape = dataclasses.replace(program.SHAPE, head_dim=64, **LARGE)
-    ours = trainer(folder, "run", model=shape)
+    ours = program.trainer(folder, "run", model=shape)
     ours.step()
     largest = 4 * LARGE["hidden_size"] * LARGE["intermediate_size"]
     total = 4 * shape.num_parameters

@@ -81,12 +81,11 @@ def copies(folder: Path) -> None:
     """Sums once a step, several calls of `backward`, a skipped step; both nodes hold the same bits."""
     import bmtrain as bmt
 
-    from bmburst.train.trainer import Trainer
     from bmburst.zero import gradient_of, named_shards
 
     parallel = ParallelConfig(data_parallel=4, zero_group=2)
     changes = SAVED | {"micro_batch_size": 1, "optimizer": OptimizerConfig(state="8bit")}  # rounded stochastically
-    trainer = Trainer(run_program.config(folder, "copies", parallel=parallel, **changes))
+    trainer = run_program.trainer(folder, "copies", parallel=parallel, **changes)
     shards = named_shards(trainer.model)
     assert all(len(each.groups) == 2 and each.is_copy == (each.rank > 1) for each in shards)
     held = sum(each.count for each in shards)

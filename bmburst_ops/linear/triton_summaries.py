@@ -1,0 +1,215 @@
+"""Summaries of fragments in Triton: M and U of each fragment, and the gradient of the state before it.
+
+fla's kernels for whole sequences would also write the state before each chunk of 64 tokens. These write nothing but
+their results. All tensors are contiguous, of one flat batch: `[1, tokens, heads, dim]`. Products are of 16-bit numbers
+and their sums in fp32, as in fla's kernels.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 64
+_COLUMNS = 64  # of a state for a program
+_MOST_STAGES = 3  # loads of so many chunks in flight, if shared memory holds them
+_SCRATCH = 32 << 10  # bytes of shared memory for other things
+
+
+class Spans(NamedTuple):
+    """The tokens of some fragments, on the device, int64: `[fragments]` each.
+
+    Attributes:
+        begins: First tokens.
+        ends: The tokens behind the last ones.
+    """
+
+    begins: Tensor
+    ends: Tensor
+
+
+def summarize(
+    keys: Tensor, written: Tensor | None, values: Tensor, sums: Tensor, spans: Spans
+) -> tuple[Tensor, Tensor]:
+    """Return M, `[fragments, heads, key_dim, key_dim]`, and U, `[fragments, heads, key_dim, value_dim]`, in fp32.
+
+    Args:
+        keys: Keys of the scan.
+        written: What each chunk reads of the state before it (w of the WY representation), typed as keys, `[1, tokens,
+            heads, key_dim]`; None: nothing, and M is `[fragments, heads, 1, 1]`.
+        values: Values of the scan (u of the WY representation).
+        sums: Sums of the decays from the beginning of each chunk, in units of log 2, `[1, tokens, heads]` or
+            `[1, tokens, heads, key_dim]`, fp32.
+        spans: The fragments. They begin at chunks.
+    """
+    heads, value_dim, key_dim = *values.shape[2:], keys.shape[3]
+    width = 1 if written is None else key_dim
+    transitions = sums.new_empty(len(spans.begins), heads, width, width)
+    states = sums.new_empty(len(spans.begins), heads, key_dim, value_dim)
+    blocks = triton.cdiv(value_dim, _COLUMNS) + (0 if written is None else triton.cdiv(key_dim, _COLUMNS))
+    _summary_kernel[len(spans.begins) * heads, blocks](
+        *(keys, written, values, sums, transitions, states, *spans), **_sizes(keys, values, written, sums, tiles=2)
+    )
+    return transitions, states
+
+
+def start_gradients(
+    queries: Tensor,
+    keys: Tensor,
+    written: Tensor | None,
+    grad_out: Tensor,
+    grad_values: Tensor | None,
+    sums: Tensor,
+    scale: float,
+    spans: Spans,
+) -> Tensor:
+    """Return the gradients of the states before fragments through the outputs of each, shaped as U, in fp32.
+
+    Args:
+        queries: Queries of the scan.
+        keys: See `summarize`.
+        written: See `summarize`.
+        grad_out: Gradient of the output.
+        grad_values: Gradients of the values through the outputs of their own chunk; None if `written` is.
+        sums: See `summarize`.
+        scale: Factor on the output.
+        spans: See `summarize`.
+    """
+    heads, value_dim = grad_out.shape[2:]
+    states = sums.new_empty(len(spans.begins), heads, keys.shape[3], value_dim)
+    _start_gradient_kernel[len(spans.begins) * heads, triton.cdiv(value_dim, _COLUMNS)](
+        *(queries, keys, written, grad_out, grad_values, sums, states, *spans, scale),
+        **_sizes(keys, grad_out, written, sums, tiles=3),
+    )
+    return states
+
+
+def _sizes(keys: Tensor, values: Tensor, written: Tensor | None, sums: Tensor, tiles: int) -> dict[str, int | bool]:
+    """Return the constants of a kernel that loads `tiles` times the keys of a chunk, and about as often the values."""
+    key_dim = keys.shape[3]
+    block_key = max(16, triton.next_power_of_2(key_dim))
+    chunk = CHUNK * keys.element_size() * (tiles * block_key + (tiles - 1) * _COLUMNS)
+    stages = (_shared_memory(keys.device) - _SCRATCH) // chunk
+    return {
+        **{"heads": values.shape[2], "key_heads": keys.shape[2], "key_dim": key_dim, "value_dim": values.shape[3]},
+        **{"chunk": CHUNK, "block_key": block_key, "block_columns": _COLUMNS},
+        **{"by_channel": sums.dim() == 4, "is_delta": written is not None},
+        **{"num_warps": 4 if block_key <= 128 else 8, "num_stages": max(1, min(_MOST_STAGES, stages))},
+    }
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have; 0 on a CPU, in Triton's interpreter."""
+    if device.type == "cpu":
+        return 0
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+@triton.jit
+def _summary_kernel(
+    keys, written, values, sums, transitions, states, begins, ends,
+    heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+    chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
+    by_channel: tl.constexpr, is_delta: tl.constexpr,
+):  # fmt: skip
+    fragment, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    value_blocks: tl.constexpr = (value_dim + block_columns - 1) // block_columns
+    is_value = tl.program_id(1) < value_blocks  # the other programs compute M: columns whose values are zero
+    block = tl.where(is_value, tl.program_id(1), tl.program_id(1) - value_blocks)
+    rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
+    columns = block * block_columns + tl.arange(0, block_columns)
+    is_channel = channels < key_dim
+    of_value = is_value & (columns < value_dim)
+    begin, end = tl.load(begins + fragment), tl.load(ends + fragment)
+    state = tl.where((channels[:, None] == columns[None, :]) & (is_value == 0), 1.0, 0.0)
+    total = 0.0
+    for row in range(begin, end, chunk):
+        inside = rows < end - row
+        last_row = tl.minimum(row + chunk, end) - 1
+        place = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
+        added = tl.load(values + place, mask=inside[:, None] & of_value[None, :], other=0.0).to(tl.float32)
+        if is_delta:
+            place = (row * heads + head) * key_dim + rows[:, None] * (heads * key_dim) + channels[None, :]
+            read = tl.load(written + place, mask=inside[:, None] & is_channel[None, :], other=0.0)
+            added -= tl.dot(read, state.to(read.dtype))
+        if by_channel:
+            last = tl.load(sums + (last_row * heads + head) * key_dim + channels, mask=is_channel, other=0.0)
+            state *= tl.exp2(last)[:, None]
+        else:
+            last = tl.load(sums + last_row * heads + head)
+            each = tl.load(sums + row * heads + head + rows * heads, mask=inside, other=0.0)
+            added *= tl.where(inside, tl.exp2(last - each), 0.0)[:, None]
+            state *= tl.exp2(last)
+            total += last
+        place = (row * key_heads + head // (heads // key_heads)) * key_dim
+        place += rows[None, :] * (key_heads * key_dim) + channels[:, None]
+        key = tl.load(keys + place, mask=inside[None, :] & is_channel[:, None], other=0.0)
+        state = tl.dot(key, added.to(key.dtype), state)
+    one = (fragment * heads + head).to(tl.int64) * key_dim
+    place = one * value_dim + channels[:, None] * value_dim + columns[None, :]
+    tl.store(states + place, state, mask=is_channel[:, None] & of_value[None, :])
+    if is_delta:
+        place = one * key_dim + channels[:, None] * key_dim + columns[None, :]
+        of_key = (is_value == 0) & (columns < key_dim)
+        tl.store(transitions + place, state, mask=is_channel[:, None] & of_key[None, :])
+    else:
+        tl.store(transitions + fragment * heads + head, tl.exp2(total), mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def _start_gradient_kernel(
+    queries, keys, written, grad_out, grad_values, sums, states, begins, ends, scale,
+    heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+    chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
+    by_channel: tl.constexpr, is_delta: tl.constexpr,
+):  # fmt: skip
+    fragment, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
+    columns = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+    is_channel, of_value = channels < key_dim, columns < value_dim
+    begin, end = tl.load(begins + fragment), tl.load(ends + fragment)
+    state = tl.zeros((block_key, block_columns), tl.float32)
+    last_chunk = begin + (end - begin - 1) // chunk * chunk
+    for passed in range(0, end - begin, chunk):
+        row = last_chunk - passed
+        inside = rows < end - row
+        last_row = tl.minimum(row + chunk, end) - 1
+        of_key = (row * key_heads + head // (heads // key_heads)) * key_dim
+        of_head = (row * heads + head) * key_dim
+        at_value = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
+        is_there = inside[:, None] & of_value[None, :]
+        grad = tl.load(grad_out + at_value, mask=is_there, other=0.0)
+        if by_channel:
+            last = tl.load(sums + (last_row * heads + head) * key_dim + channels, mask=is_channel, other=0.0)
+        else:
+            last = tl.load(sums + last_row * heads + head)
+            each = tl.load(sums + row * heads + head + rows * heads, mask=inside, other=0.0)
+        if is_delta:
+            place = of_key + rows[:, None] * (key_heads * key_dim) + channels[None, :]
+            key = tl.load(keys + place, mask=inside[:, None] & is_channel[None, :], other=0.0)
+            added = tl.dot(key, state.to(key.dtype))
+            if not by_channel:
+                added *= tl.where(inside, tl.exp2(last - each), 0.0)[:, None]
+            added += tl.load(grad_values + at_value, mask=is_there, other=0.0)
+        place = of_key + rows[None, :] * (key_heads * key_dim) + channels[:, None]
+        query = tl.load(queries + place, mask=inside[None, :] & is_channel[:, None], other=0.0)
+        if by_channel:
+            state *= tl.exp2(last)[:, None]
+        else:
+            query = query * tl.exp2(each)[None, :]
+            state *= tl.exp2(last)
+        state += tl.dot(query.to(grad.dtype), grad) * scale
+        if is_delta:
+            place = of_head + rows[None, :] * (heads * key_dim) + channels[:, None]
+            read = tl.load(written + place, mask=inside[None, :] & is_channel[:, None], other=0.0)
+            state -= tl.dot(read, added.to(read.dtype))
+    place = (fragment * heads + head).to(tl.int64) * key_dim * value_dim
+    place += channels[:, None] * value_dim + columns[None, :]
+    tl.store(states + place, state, mask=is_channel[:, None] & of_value[None, :])

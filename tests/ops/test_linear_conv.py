@@ -1,0 +1,39 @@
+"""The causal convolution and its gradients in Triton against plain torch, which is the definition."""
+
+import pytest
+import torch
+
+from bmburst_ops.linear import Pieces, conv, triton_conv
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PIECES = Pieces((0, 40, 42, 43, 50, 77), padding=(3,), waiting=(1, 4), exporting=(0,))
+
+
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize(("width", "channels", "has_bias"), [(4, 150, True), (3, 20, False), (1, 5, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_equals_torch(width, channels, has_bias, activation, dtype):
+    """Pieces that wait for a halo or do not, one shorter than the convolution, and padding."""
+    rng = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=rng).to(dtype)  # noqa: E731
+    tokens = PIECES.edges[-1]
+    x, halos, weight, grad = (
+        draw(tokens, channels),
+        draw(2, width - 1, channels),
+        draw(channels, width),
+        draw(tokens, channels),
+    )
+    bias = draw(channels) if has_bias else None
+    given = [x, halos, weight, *([] if bias is None else [bias])]
+    wide = [t.double() for t in given] + ([] if has_bias else [None])
+    exact = [conv.causal_conv(*wide, PIECES, activation)]
+    exact += [t for t in conv.causal_conv_gradients(grad.double(), *wide, PIECES, activation) if t is not None]
+    low = [t.to(DEVICE) for t in given] + ([] if has_bias else [None])
+    found = [triton_conv.causal_conv(*low, PIECES, activation)]
+    found += [t for t in triton_conv.causal_conv_gradients(grad.to(DEVICE), *low, PIECES, activation) if t is not None]
+    assert [t.shape for t in found] == [t.shape for t in exact] and all(t.dtype == dtype for t in found)
+    limit = 1e-5 if dtype == torch.float32 else 1e-2
+    for name, ours, wanted in zip(("out", "x", "halos", "weight", "bias"), found, exact, strict=False):
+        error = float((ours.cpu().double() - wanted).norm() / wanted.norm().clamp(min=1e-6))
+        assert error < limit, f"{name}: {error}"
+    assert not found[0][PIECES.span(3)].any() and not found[1][PIECES.span(3)].any()
