@@ -19,7 +19,7 @@ from bmburst.integrations.transformers import NAME, SplitSequences, recompute, r
 from bmburst.integrations.transformers_cache import SplitCache, generate
 from bmburst.linear.call import ChainCall
 from tests.distributed.processes import run_processes
-from tests.distributed.threads import mesh_of
+from tests.distributed.threads import mesh_of, run_ranks
 from tests.integrations import recurrent_program as program
 from tests.refusals import refused
 
@@ -140,17 +140,22 @@ def test_outside_of_split_batches_nothing_breaks_a_graph() -> None:
     assert torch.equal(compiled(IDS, use_cache=False).logits, plain(IDS, use_cache=False).logits)
 
 
-def test_recomputation_keeps_what_was_exchanged(monkeypatch: pytest.MonkeyPatch, part: Any, model: Any) -> None:
+def test_recomputation_keeps_what_was_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     gathered = ChainCall.gathered
-    monkeypatch.setattr(ChainCall, "gathered", lambda *args: calls.append(args) or gathered(*args))
-    counts = {}
-    for policy in ("none", "block-keep-attention", "block"):
-        recompute(model.train(), policy)
-        calls.clear()
-        part.loss(model).backward()
-        counts[policy] = len(calls)
-    assert counts == {"none": 4, "block-keep-attention": 4, "block": 6}  # a convolution and a scan, both ways
+    monkeypatch.setattr(ChainCall, "gathered", lambda self, slots: calls.append(self) or gathered(self, slots))
+    register()
+
+    def body(comm: Any) -> None:
+        part, model = SplitSequences(mesh_of(comm)).part(IDS), tiny_model("qwen3_next", "bmburst")
+        for policy, count in (("none", 4), ("block-keep-attention", 4), ("block", 6)):
+            recompute(model.train(), policy)
+            before = sum(call.comm is comm for call in calls)
+            part.loss(model).backward()
+            # A convolution and a scan, both ways.
+            assert sum(call.comm is comm for call in calls) - before == count, policy
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("inputs", [{"cu_seq_lens_q": torch.tensor([0, 11])}, {"seq_idx": torch.zeros(1, 11)}])
