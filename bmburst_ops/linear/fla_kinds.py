@@ -86,8 +86,24 @@ class Kind(ABC):
         return found
 
 
-class GatedDelta(Kind):
+class _Delta(Kind):
+    """Kinds whose state loses what a key reads."""
+
+    decays: str
+    """fla's name of the sums of decays in its scans."""
+
+    def scanned(self, before: Tensor | None) -> Inputs:
+        """Return the state before each chunk, and the values that the chunks add."""
+        _, keys, w, u = self.scan
+        given = {"initial_state": before, "output_final_state": False, self.decays: self.sums, **self.options}
+        h, values, _ = self.fla.fwd_h(k=keys, w=w, u=u, **given)
+        return h, values
+
+
+class GatedDelta(_Delta):
     """Gated delta rule: one decay a token and head."""
+
+    decays = "g"
 
     @property
     def factors(self) -> Inputs:
@@ -110,17 +126,9 @@ class GatedDelta(Kind):
         (q, k, *_), (w, u, _) = self.inputs, self._chunks
         return q, k, w, u
 
-    def _scanned(self, before: Tensor | None) -> Inputs:
-        """Return the state before each chunk, and the values that the chunks add."""
-        _, keys, w, u = self.scan
-        h, values, _ = self.fla.fwd_h(
-            k=keys, w=w, u=u, g=self.sums, initial_state=before, output_final_state=False, **self.options
-        )
-        return h, values
-
     def out(self, before: Tensor | None) -> Tensor:
         """See `Kind.out`."""
-        h, values = self._scanned(before)
+        h, values = self.scanned(before)
         q, k, *_ = self.inputs
         found: Tensor = self.fla.fwd_o(q=q, k=k, v=values, h=h, g=self.sums, scale=self.scale, **self.options)
         return found
@@ -129,7 +137,7 @@ class GatedDelta(Kind):
         """See `Kind.scanned_again`: the scan, and the gradients of the values through the outputs of their chunk."""
         q, k, *_ = self.inputs
         local = self.fla.bwd_dv_local(q=q, k=k, g=self.sums, do=grad_out, scale=self.scale, **self.options)
-        return *self._scanned(before), local
+        return *self.scanned(before), local
 
     def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
         """See `Kind.gradients`."""
@@ -143,8 +151,10 @@ class GatedDelta(Kind):
         return dq, dk.add_(of_keys), dv, self.decays_of(dg.add_(of_sums)), dbeta
 
 
-class KDA(Kind):
+class KDA(_Delta):
     """Kimi delta attention: one decay a token, head and element of the key."""
+
+    decays = "gk"
 
     @property
     def factors(self) -> Inputs:
@@ -167,24 +177,16 @@ class KDA(Kind):
         w, u, queries, keys, *_ = self._chunks
         return queries, keys, w, u
 
-    def _scanned(self, before: Tensor | None) -> Inputs:
-        """Return the state before each chunk, and the values that the chunks add."""
-        _, keys, w, u = self.scan
-        h, values, _ = self.fla.fwd_h(
-            k=keys, w=w, u=u, gk=self.sums, initial_state=before, output_final_state=False, **self.options
-        )
-        return h, values
-
     def out(self, before: Tensor | None) -> Tensor:
         """See `Kind.out`."""
-        h, values = self._scanned(before)
+        h, values = self.scanned(before)
         given = {"g": self.sums, "A": self._chunks[4], "scale": self.scale, "chunk_size": CHUNK, **self.options}
         found: Tensor = self.fla.kda_fwd_o(q=self.inputs[0], v=values, h=h, **given)
         return found
 
     def scanned_again(self, before: Tensor | None, grad_out: Tensor) -> Inputs:
         """See `Kind.scanned_again`: the scan, and the gradients of the weights and values inside of each chunk."""
-        h, values = self._scanned(before)
+        h, values = self.scanned(before)
         q, k, *_ = self.inputs
         given = {"v": values, "do": grad_out, "A": self._chunks[4], "scale": self.scale, **self.options}
         return h, values, *self.fla.kda_bwd_dav(q=q, k=k, **given)
