@@ -231,15 +231,15 @@ class SplitBatches:
         mesh, mode = self.split.mesh, "train" if self._trainer.model.training else "eval"
         (of_group,) = mesh.sequence.all_reduce(share.detach()).wait()
         (of_groups,) = mesh.data.all_gather(of_group).wait()
-        counted = of_groups.flatten()[: self._counted() if mode == "eval" else None]
-        self._trainer._metrics[mode]["aux_loss"].append(counted.mean().item())
+        kept = self._kept(of_groups) if mode == "eval" else of_groups
+        self._trainer._metrics[mode]["aux_loss"].append(kept.mean().item())
         coefficient: float = self._trainer.router_aux_loss_coef
         return loss + mesh.sequence.size * coefficient / steps * share
 
-    def _counted(self) -> int:
-        """Return the number of sequence groups whose batch has samples of its own; others fill the last batch."""
+    def _kept(self, gathered: Tensor) -> Tensor:
+        """Return what accelerate keeps of values of an evaluation: in its last batch, as many as there are samples."""
         is_last = self._trainer.accelerator.gradient_state.end_of_dataloader
-        return self._last if is_last and self._last else self.split.mesh.shape.data
+        return gathered.flatten()[: self._last if is_last and self._last else None]
 
     def _gather_groups(self, losses: Tensor) -> Tensor:
         """Return the losses of all sequence groups, without those of samples that only fill the last batch.
@@ -249,7 +249,7 @@ class SplitBatches:
         (gathered,) = self.split.mesh.data.all_gather(losses).wait()
         labels = self._labels.tolist()
         self._without_labels += labels.count(0)
-        return gathered.flatten()[: self._counted() if any(labels) else 0]
+        return self._kept(gathered)[: None if any(labels) else 0]
 
 
 def require_split(split: object) -> None:

@@ -119,7 +119,7 @@ class SplitTuner(SplitBatches, SFTTrainer):  # type: ignore[misc]
 
 
 def routed(folder: Path, split: SplitSequences | None) -> dict[str, Any]:
-    """Evaluate and train a model with experts, with TRL's loss of its router: padded batches, a last one that is short.
+    """Train and evaluate a model with experts, with TRL's loss of its router: padded batches, a last one that is short.
 
     The coefficient is not that of the model's configuration.
     """
@@ -151,8 +151,8 @@ def routed(folder: Path, split: SplitSequences | None) -> dict[str, Any]:
         processing_class=PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="A", pad_token="A", unk_token="@"),
         **({"split": split} if split else {}),
     )
-    evaluated = made.evaluate()
     made.train()
+    evaluated = made.evaluate()  # after the training: before it, DDP of a plain trainer would average no gradients
     return {
         "evaluated": [evaluated["eval_loss"], evaluated["eval_aux_loss"]],
         "logged": [
