@@ -6,6 +6,7 @@ The lists name what was read in transformers 5.23 and TRL 1.16. An argument of a
 import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,8 @@ from bmburst.config.foreign import by_name
 from bmburst.errors import UserError
 
 Allowed = Mapping[str, tuple[tuple[object, ...], str]]
+TRL = "1.16."
+"""The version of TRL of which more was read than the arguments."""
 _LOSSES = ("Trainer", "SFTTrainer")
 _SAME = "read by the Trainer; the same on split sequences"
 SHARED = """
@@ -82,7 +85,7 @@ _READ: Mapping[str, str] = MappingProxyType(
         "read; counts the tokens of the batches, without the padding of a layout": "include_num_input_tokens_seen",
         "read; allowed: cp_size, sp_size and tp_size of 1, because SplitSequences splits": "parallelism_config",
         "read; methods that change each token alone are exact, others are refused": "peft_config",
-        "read; a model with a router's loss is refused": "router_aux_loss_coef",
+        "read; the router's loss is that of the tokens of all ranks of a sequence": "router_aux_loss_coef",
         "refused, because the loss is cross entropy": "compute_loss_func",
         "refused, because the logits of a long sequence fit on no rank": "compute_metrics",
     }
@@ -130,6 +133,23 @@ def require_loss(trainer: type, mixin: type) -> None:
         raise UserError(
             f"{own.__name__} defines compute_loss, which {mixin.__name__} would replace by cross entropy\n"
             "allowed: the default loss\nfix: leave it out; or a loop of your own with a loss of Part.logps"
+        )
+
+
+def require_trl(what: str, installed: str | None = None) -> None:
+    """Check that a part of TRL is of the version that was read.
+
+    Args:
+        what: The part.
+        installed: The version; default: that of this Python.
+
+    Raises:
+        UserError: It is of another version.
+    """
+    installed = version("trl") if installed is None else installed
+    if not installed.startswith(TRL):
+        raise UserError(
+            f"TRL is {installed}, whose {what} was not read\nallowed: {TRL}*\nfix: pip install 'trl>=1.16,<1.17'"
         )
 
 

@@ -36,13 +36,21 @@ from bmburst.integrations.transformers_head import Gathered, OfHead, computed_in
 from bmburst.integrations.transformers_models import (
     recompute,
     refuse_other_tables,
+    require_inputs,
     require_next_token_loss,
     require_rows,
     require_splittable,
+    require_tokens,
 )
 from bmburst.integrations.transformers_noise import noise_of_whole_sequences
 from bmburst.integrations.transformers_recurrent import require_layout
-from bmburst.integrations.transformers_router import asks_router_loss, require_router_loss, router_loss, router_shares
+from bmburst.integrations.transformers_router import (
+    asks_router_loss,
+    require_router_loss,
+    router_loss,
+    router_share,
+    router_shares,
+)
 from bmburst.integrations.transformers_weights import EqualWeights
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh, require_mesh
@@ -55,13 +63,6 @@ from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
 
 _OPTIONS = frozenset({"deterministic", "kernel", "strategy", "transport"})
-_ELSEWHERE = {
-    **{name: f"pass the whole batch's {name} to split.part" for name in ("input_ids", "labels", "position_ids")},
-    "attention_mask": "pass the whole batch's attention_mask to split.part",
-    "inputs_embeds": "a forward hook on model.get_input_embeddings() that returns part.cut.take(inputs_embeds)",
-    "num_items_in_batch": "part.loss(model, valid=split.valid(*parts)), of all parts of the step",
-}
-"""Arguments of a model that a part replaces, and what to do instead."""
 
 
 def register() -> None:
@@ -124,7 +125,7 @@ class Part:
                 not in its vocabulary, an argument is already part of the split batch, or the ranks' weights differ.
         """
         found = self._call(model, inputs)
-        self._require_tokens(model, found)
+        require_tokens(model, found, self.input_ids.shape)
         return found
 
     def loss(self, model: torch.nn.Module, valid: Tensor | int | None = None, **inputs: object) -> Tensor:
@@ -135,8 +136,7 @@ class Part:
         All logits are computed at once if the head is not a plain linear layer, if a compiled graph contains it, or if
         the model changes its logits after the head. The last case costs one more call of the model the first time.
         Without any label, the loss is NaN, and the gradient is zero. With `output_router_logits`, the load balancing
-        loss of the model's router is added, times `router_aux_loss_coef`: of the tokens of each sequence group's part,
-        and weighted by the part's labels.
+        loss of each sequence group's part is added, times `router_aux_loss_coef` and weighted by the part's labels.
 
         Args:
             model: As in `logits`.
@@ -147,6 +147,21 @@ class Part:
         Raises:
             UserError: As in `logits`, the model's own loss is not that of the next token, or `valid` is not a number of
                 labels.
+        """
+        loss, share = self.losses(model, valid, **inputs)
+        if share is None:
+            return loss
+        (own,) = self.mesh.sequence.all_reduce(self.label_count).wait()
+        total = self._labels_of_world() if valid is None else valid
+        return loss + router_loss(model, share, own, total, self.mesh.world.size)
+
+    def losses(
+        self, model: torch.nn.Module, valid: Tensor | int | None = None, **inputs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return `loss` without the router's loss, and this rank's share of that, or None.
+
+        The sum of the shares over the ranks of the sequence is the load balancing loss of the part, with no factor.
+        The arguments and errors are those of `loss`.
         """
 
         def decide() -> tuple[tuple[Tensor | int | None, bool], str]:
@@ -168,12 +183,9 @@ class Part:
                 ).sum()
             else:
                 summed = -(self._logps(model, inputs)[0] * self.counts).sum()
-        total = valid_labels(self.mesh, self) if counted is None else counted
+        total = self._labels_of_world() if counted is None else counted
         loss = global_mean(summed, total, self.mesh.world.size) + nan_of_none(total)
-        if not routed:
-            return loss
-        (own,) = self.mesh.sequence.all_reduce(self.label_count).wait()
-        return loss + router_loss(model, shares, own, total, self.mesh.world.size)
+        return loss, router_share(model, shares) if routed else None
 
     def row_logps(self, model: torch.nn.Module, **inputs: object) -> list[Tensor]:
         """Return on every rank the log-probabilities of the labels of each row of a packed tree.
@@ -205,6 +217,10 @@ class Part:
     def label_count(self) -> Tensor:
         """Number of labels of this rank that count, a scalar int64 tensor; those of all rows of a tree."""
         return count_valid(self.labels) if self.counts is None else self.counts.sum()
+
+    def _labels_of_world(self) -> Tensor:
+        (total,) = self.mesh.world.all_reduce(self.label_count).wait()
+        return total
 
     def logps(
         self, model: torch.nn.Module, *, temperature: float = 1.0, entropy: bool = False, **inputs: object
@@ -314,15 +330,14 @@ class Part:
             torch.set_rng_state(random)  # the second call draws what the first one drew
             set_device_states(*of_devices)
             logits = self._call(model, inputs, routed)
-        self._require_tokens(model, logits)
+        require_tokens(model, logits, self.input_ids.shape)
         return otherwise(logits)
 
     def _call(self, model: torch.nn.Module, inputs: dict[str, Any], routed: bool = False) -> Tensor:
         """Check the model, call it, and return its logits."""
 
         def decide() -> tuple[None, str]:
-            for name in (each for each in _ELSEWHERE if each in inputs):
-                raise UserError(f"{name} is given with a split batch, which has its own\nfix: {_ELSEWHERE[name]}")
+            require_inputs(inputs)
             if not routed and asks_router_loss(model, inputs):
                 raise UserError(
                     "the router's loss is no part of logits\nallowed: Part.loss, which adds it\n"
@@ -349,16 +364,6 @@ class Part:
             fix = "leave return_dict out" if isinstance(result, tuple) else "give a causal LM, AutoModelForCausalLM"
             raise UserError(f"{type(model).__name__} returns no logits\nfix: {fix}")
         return found
-
-    def _require_tokens(self, model: torch.nn.Module, logits: Tensor) -> None:
-        """Check that logits are those of this rank's tokens: a model that pools tokens would pool those of a rank."""
-        batch, tokens = self.input_ids.shape
-        if logits.dim() != 3 or logits.shape[:2] != (batch, tokens):
-            raise UserError(
-                f"{type(model).__name__} returns logits {list(logits.shape)}, not one for each token of this rank\n"
-                f"allowed: [{batch}, {tokens}, classes]; a result of the whole sequence needs tokens of other ranks\n"
-                "fix: AutoModelForCausalLM, without logits_to_keep"
-            )
 
 
 class SplitSequences:
@@ -443,8 +448,22 @@ class SplitSequences:
         return self._cut(whole, cut)
 
     def valid(self, *parts: Part) -> Tensor:
-        """Return the number of labels in some parts on all ranks, a scalar int64 tensor."""
-        return valid_labels(self.mesh, *parts)
+        """Return the number of labels in some parts on all ranks, a scalar int64 tensor.
+
+        Raises:
+            UserError: There is no part, or an argument is not a part. If the ranks compare calls, it is raised on every
+                rank.
+        """
+
+        def decide() -> tuple[Tensor, str]:
+            wrong = [part for part in parts if not isinstance(part, Part)]
+            if wrong or not parts:
+                got = type(wrong[0]).__name__ if wrong else "none"
+                raise UserError(f"labels are counted of parts of SplitSequences, got {got}\nfix: valid(*parts)")
+            return torch.stack([part.label_count for part in parts]).sum(), "valid labels"
+
+        (total,) = self.mesh.world.all_reduce(self.mesh.world.decided(decide)).wait()
+        return total
 
     def mean(self, loss: Tensor) -> float:
         """Return the mean of the ranks' losses, which is the mean loss per label in nats. Blocks the host.
@@ -479,22 +498,3 @@ class SplitSequences:
             changing=self._changing,
             weights=self._weights,
         )
-
-
-def valid_labels(mesh: Mesh, *parts: Part) -> Tensor:
-    """Return the number of labels in some parts on all ranks, a scalar int64 tensor.
-
-    Raises:
-        UserError: There is no part, or an argument is not a part. If the ranks compare calls, it is raised on every
-            rank.
-    """
-
-    def decide() -> tuple[Tensor, str]:
-        wrong = [part for part in parts if not isinstance(part, Part)]
-        if wrong or not parts:
-            got = type(wrong[0]).__name__ if wrong else "none"
-            raise UserError(f"labels are counted of parts of SplitSequences, got {got}\nfix: valid(*parts)")
-        return torch.stack([part.label_count for part in parts]).sum(), "valid labels"
-
-    (total,) = mesh.world.all_reduce(mesh.world.decided(decide)).wait()
-    return total

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from importlib.metadata import version
 from itertools import zip_longest
 from typing import Any
 
@@ -29,7 +28,7 @@ from bmburst.amounts import require_flag
 from bmburst.errors import UserError
 from bmburst.integrations.grpo_arguments import ALLOWED, ARGUMENTS
 from bmburst.integrations.grpo_rows import Rows, Values, as_documents, as_trees, rows_of_ranks
-from bmburst.integrations.trainer_arguments import is_library, require_understood
+from bmburst.integrations.trainer_arguments import is_library, require_trl, require_understood
 from bmburst.integrations.transformers import NAME, SplitSequences
 from bmburst.integrations.transformers_models import require_splittable
 from bmburst.integrations.transformers_recurrent import require_layout
@@ -37,9 +36,6 @@ from bmburst.integrations.transformers_trainer import require_known_engine, requ
 from bmburst.recompute import checkpoint
 
 __all__ = ["SplitRows"]
-
-TRL = "1.16."
-"""The version of TRL whose methods were read."""
 
 _TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 _REPLACED = "_get_per_token_logps_and_entropies"
@@ -327,11 +323,7 @@ def require_read(trainer: type, installed: str | None = None) -> None:
             f"allowed: {', '.join(_TRAINERS)}\n"
             "fix: for SFTTrainer SplitBatches (docs/hugging_face.md); for pairs, bmburst train (docs/fine_tuning.md)"
         )
-    installed = version("trl") if installed is None else installed
-    if not installed.startswith(TRL):
-        raise UserError(
-            f"TRL is {installed}, whose {kind} was not read\nallowed: {TRL}*\nfix: pip install 'trl>=1.16,<1.17'"
-        )
+    require_trl(kind, installed)
     behind = trainer.__mro__[trainer.__mro__.index(SplitRows) + 1 :]
     own = next((each for each in behind if _REPLACED in vars(each) and not is_library(each)), None)
     if own is not None:

@@ -1,13 +1,13 @@
 """Checks that a transformers model is exact on a split sequence, and sets its activation checkpointing."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -23,6 +23,13 @@ from bmburst.recompute import checkpoint
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
 
+_ELSEWHERE = {
+    **{name: f"pass the whole batch's {name} to split.part" for name in ("input_ids", "labels", "position_ids")},
+    "attention_mask": "pass the whole batch's attention_mask to split.part",
+    "inputs_embeds": "a forward hook on model.get_input_embeddings() that returns part.cut.take(inputs_embeds)",
+    "num_items_in_batch": "part.loss(model, valid=split.valid(*parts)), of all parts of the step",
+}
+"""Arguments of a model that a part replaces, and what to do instead."""
 _ATTENTION = frozenset({"attention", "chunked_attention", "full_attention", "sliding_attention"})
 """Types of layers that mix tokens only in attention."""
 _RELEASE = "transformers 5.23, or another model"
@@ -242,3 +249,28 @@ def _rates(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield from _rates(value)
         elif isinstance(value, float) and value > 0 and any(part in key for part in _DRAWS):
             yield key, value
+
+
+def require_inputs(inputs: Mapping[str, object]) -> None:
+    """Check that arguments of a model are none of those that a split batch has.
+
+    Raises:
+        UserError: One is.
+    """
+    for name in (each for each in _ELSEWHERE if each in inputs):
+        raise UserError(f"{name} is given with a split batch, which has its own\nfix: {_ELSEWHERE[name]}")
+
+
+def require_tokens(model: nn.Module, logits: Tensor, shape: torch.Size) -> None:
+    """Check that logits are those of a rank's tokens: a model that pools tokens would pool those of a rank.
+
+    Raises:
+        UserError: They have another shape than `[batch, local_tokens, classes]`; `shape` is `[batch, local_tokens]`.
+    """
+    batch, tokens = shape
+    if logits.dim() != 3 or logits.shape[:2] != shape:
+        raise UserError(
+            f"{type(model).__name__} returns logits {list(logits.shape)}, not one for each token of this rank\n"
+            f"allowed: [{batch}, {tokens}, classes]; a result of the whole sequence needs tokens of other ranks\n"
+            "fix: AutoModelForCausalLM, without logits_to_keep"
+        )

@@ -83,15 +83,8 @@ def router_shares(model: object, real: Tensor, comm: Communicator) -> Iterator[l
         setattr(module, _NAME, before)
 
 
-def router_loss(model: object, shares: list[Tensor], part: Tensor, total: Tensor | int, ranks: int) -> Tensor:
-    """Return what a rank adds to its loss. The mean over all ranks is the mean of the parts' losses by their labels.
-
-    Args:
-        model: The model.
-        shares: What its calls appended; the last one counts.
-        part: Labels of the part on all ranks of the sequence.
-        total: Labels of all parts of the step.
-        ranks: Number of all ranks.
+def router_share(model: object, shares: list[Tensor]) -> Tensor:
+    """Return the share of the last call of a model.
 
     Raises:
         UserError: The model has not computed the loss, or without gradients.
@@ -102,9 +95,22 @@ def router_loss(model: object, shares: list[Tensor], part: Tensor, total: Tensor
             "the router's loss has no gradient: layers are recomputed in backward by a policy that returns none\n"
             "fix: model.gradient_checkpointing_enable(), or config.output_router_logits = False"
         )
+    return shares[-1]
+
+
+def router_loss(model: object, share: Tensor, part: Tensor, total: Tensor | int, ranks: int) -> Tensor:
+    """Return what a rank adds to its loss. The mean over all ranks is the mean of the parts' losses by their labels.
+
+    Args:
+        model: The model.
+        share: Of this rank.
+        part: Labels of the part on all ranks of the sequence.
+        total: Labels of all parts of the step.
+        ranks: Number of all ranks.
+    """
     weight = part / (total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1))
     coefficient: float = getattr(_outermost(model), "router_aux_loss_coef")  # noqa: B009
-    return (ranks * coefficient) * weight * shares[-1]
+    return (ranks * coefficient) * weight * share
 
 
 def _share(gate_logits: tuple[Tensor, ...], experts: int, top_k: int, real: Tensor, comm: Communicator) -> Tensor:

@@ -18,10 +18,10 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length, seed_worker
 
 from bmburst.errors import UserError
-from bmburst.integrations.trainer_arguments import require_loss, require_understood
+from bmburst.integrations.trainer_arguments import require_loss, require_trl, require_understood
 from bmburst.integrations.transformers import Part, SplitSequences
 from bmburst.integrations.transformers_models import require_next_token_loss, require_splittable
-from bmburst.integrations.transformers_router import asks_router_loss
+from bmburst.integrations.transformers_router import asks_router_loss, require_router_loss
 from bmburst.mesh import Mesh, require_mesh
 
 __all__ = ["SplitBatches", "share_batches"]
@@ -30,8 +30,8 @@ _PART = "part"  # key of the part in a micro-batch
 _IS_SCALED = "the loss is scaled"
 _PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
 """What accelerate sets in a model that it prepares for an evaluation."""
-_NOT_COMPUTED = ("aux_loss", "entropy", "mean_token_accuracy", "num_tokens")
-"""What TRL logs besides the loss."""
+_NOT_COMPUTED = ("entropy", "mean_token_accuracy", "num_tokens")
+"""What TRL logs besides losses."""
 
 
 def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
@@ -77,8 +77,8 @@ class SplitBatches:
     """Makes a Trainer train on split sequences: `class SplitTrainer(SplitBatches, Trainer): pass`.
 
     The ranks of a sequence group read the same batches. The groups read them in the order in which as many single ranks
-    would. The loss of a step is the mean over the labels of all ranks and all micro-batches. An evaluation returns only
-    the loss.
+    would. The loss of a step is the mean over the labels of all ranks and all micro-batches. TRL's SFTTrainer adds the
+    mean of the router's losses of the micro-batches. An evaluation returns only the losses.
 
     Args:
         arguments: Positional arguments of the Trainer.
@@ -147,11 +147,15 @@ class SplitBatches:
 
         In training it is this rank's share: its mean over the ranks is the mean over the labels of all micro-batches.
         In an evaluation it is the loss of the sequence group: its mean over the groups is the mean over the labels of
-        their batches.
+        their batches. The router's loss is the mean over groups and micro-batches, as TRL computes it.
         """
-        _require_no_router(model)
+        _require_no_other_router(self._trainer, model)
         part = inputs.get(_PART)
-        loss = part.loss(model, num_items_in_batch) if isinstance(part, Part) else self._group_loss(model, inputs)
+        if isinstance(part, Part):
+            steps = self._trainer.current_gradient_accumulation_steps
+            loss = self._part_loss(model, part, num_items_in_batch, steps)
+        else:
+            loss = self._group_loss(model, inputs)
         return (loss, {}) if return_outputs else loss
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
@@ -215,8 +219,27 @@ class SplitBatches:
         (labels,) = mesh.sequence.all_reduce(part.label_count).wait()
         (self._labels,) = mesh.data.all_gather(labels).wait()
         with torch.no_grad():
-            (total,) = mesh.sequence.all_reduce(part.loss(model, self._labels.sum())).wait()
+            (total,) = mesh.sequence.all_reduce(self._part_loss(model, part, self._labels.sum(), 1)).wait()
         return total / mesh.sequence.size
+
+    def _part_loss(self, model: torch.nn.Module, part: Part, valid: Tensor | None, steps: int) -> Tensor:
+        """Return this rank's loss of a part, with the router's loss that TRL would add in one of `steps`; log that."""
+        if not _has_router(self._trainer):
+            return part.loss(model, valid)
+        loss, share = part.losses(model, valid, output_router_logits=True)
+        assert share is not None
+        mesh, mode = self.split.mesh, "train" if self._trainer.model.training else "eval"
+        (of_group,) = mesh.sequence.all_reduce(share.detach()).wait()
+        (of_groups,) = mesh.data.all_gather(of_group).wait()
+        kept = self._kept(of_groups) if mode == "eval" else of_groups
+        self._trainer._metrics[mode]["aux_loss"].append(kept.mean().item())
+        coefficient: float = self._trainer.router_aux_loss_coef
+        return loss + mesh.sequence.size * coefficient / steps * share
+
+    def _kept(self, gathered: Tensor) -> Tensor:
+        """Return what accelerate keeps of values of an evaluation: in its last batch, as many as there are samples."""
+        is_last = self._trainer.accelerator.gradient_state.end_of_dataloader
+        return gathered.flatten()[: self._last if is_last and self._last else None]
 
     def _gather_groups(self, losses: Tensor) -> Tensor:
         """Return the losses of all sequence groups, without those of samples that only fill the last batch.
@@ -226,9 +249,7 @@ class SplitBatches:
         (gathered,) = self.split.mesh.data.all_gather(losses).wait()
         labels = self._labels.tolist()
         self._without_labels += labels.count(0)
-        state = self._trainer.accelerator.gradient_state
-        kept = self._last if state.end_of_dataloader and self._last else gathered.numel()
-        return gathered.flatten()[: kept if any(labels) else 0]
+        return self._kept(gathered)[: None if any(labels) else 0]
 
 
 def require_split(split: object) -> None:
@@ -279,13 +300,18 @@ def _last_samples(loader: DataLoader[Any], groups: int) -> int:
     return samples
 
 
-def _require_no_router(model: torch.nn.Module) -> None:
-    """Check that a model adds no loss of its router."""
-    if asks_router_loss(model, {}):
+def _has_router(trainer: Any) -> bool:
+    """Return whether TRL adds the loss of the model's router."""
+    return bool(getattr(trainer, "aux_loss_enabled", False))
+
+
+def _require_no_other_router(trainer: Any, model: torch.nn.Module) -> None:
+    """Check that a model adds no loss of its router where TRL does not."""
+    if asks_router_loss(model, {}) and not _has_router(trainer):
         raise UserError(
-            "the router's loss is no sum over tokens, and Trainer adds it once for each micro-batch\n"
-            "allowed: a loop of your own with Part.loss, which adds it\n"
-            "fix: config.output_router_logits = False; router_aux_loss_coef=0.0 in SFTConfig, which sets the former"
+            "Trainer adds the router's loss once for each micro-batch, so a step depends on their number\n"
+            "allowed: TRL's SFTTrainer, which adds their mean; a loop of your own with Part.loss\n"
+            "fix: config.output_router_logits = False"
         )
 
 
@@ -297,8 +323,11 @@ def _tell_scaled(trainer: Any) -> None:
 
 def _require_plain(trainer: Any) -> None:
     """Check that a Trainer uses no model and no feature that is not supported on split sequences."""
-    _require_no_router(trainer.model)
-    require_splittable(trainer.model, lambda: (1,))
+    if _has_router(trainer):
+        require_trl("router's loss")
+        require_router_loss(trainer.model, is_tree=False)
+    _require_no_other_router(trainer, trainer.model)
+    require_splittable(trainer.model, lambda: (1,), routed=_has_router(trainer))
     require_next_token_loss(trainer.model)
     given = {"compute_loss_func": trainer.compute_loss_func, "compute_metrics": trainer.compute_metrics}
     for name, value in given.items():
@@ -307,9 +336,10 @@ def _require_plain(trainer: Any) -> None:
                 f"{name} needs the logits of a whole sequence, which fit on no rank\n"
                 "fix: leave it out; the loss on split sequences is cross entropy, and an evaluation gives the loss"
             )
-    if (best := str(trainer.args.metric_for_best_model)).endswith(_NOT_COMPUTED):
+    absent = _NOT_COMPUTED if _has_router(trainer) else ("aux_loss", *_NOT_COMPUTED)
+    if (best := str(trainer.args.metric_for_best_model)).endswith(absent):
         raise UserError(
-            f"metric_for_best_model is {best!r}, but an evaluation on split sequences gives only the loss\n"
+            f"metric_for_best_model is {best!r}, but an evaluation on split sequences gives only losses\n"
             "fix: metric_for_best_model='loss'"
         )
     config = getattr(trainer.accelerator, "parallelism_config", None)

@@ -43,6 +43,22 @@ def test_trains_as_one_process_after_an_evaluation(found: Found, tmp_path: Path,
             assert torch.equal(ours["weights"][key], found[0]["trained"][name]["weights"][key]), key
 
 
+@pytest.mark.parametrize("groups", ["one group", "two groups"])
+def test_router_loss_is_that_of_trl(found: Found, tmp_path: Path, groups: str) -> None:
+    """With accumulation, padding and a last batch that is not full. One group is as one process, two are as two."""
+    for rank in found:
+        ours = rank["routed"][groups]
+        expected = program.routed(tmp_path, None) if groups == "one group" else rank["routed"]["TRL"]
+        assert len(ours["logged"]) == len(expected["logged"]) == (3 if groups == "one group" else 2)
+        for line, wanted in zip(ours["logged"], expected["logged"], strict=True):
+            assert line == pytest.approx(wanted, rel=2e-5)
+        # Of several groups, TRL averages the losses of batches, and SplitBatches those of labels, as Trainer does.
+        same = slice(0 if groups == "one group" else 1, 2)
+        assert ours["evaluated"][same] == pytest.approx(expected["evaluated"][same], rel=1e-5)
+        for key, weight in expected["weights"].items():
+            assert float((ours["weights"][key] - weight).abs().max()) < 2e-4, key
+
+
 def test_gathered_losses_are_those_of_one_process(found: Found) -> None:
     """`gather_for_metrics` cut the last batch to one rank's share of the loss."""
     model: Any = tiny.transformers_model("qwen3", attention="sdpa", use_cache=False).eval()

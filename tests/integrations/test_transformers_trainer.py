@@ -65,7 +65,7 @@ def _trainer(
         ({"args": {"label_names": ["targets"]}}, "label_names | targets | allowed: None"),
         (
             {"args": {"metric_for_best_model": "eval_my_mean_token_accuracy"}},
-            "metric_for_best_model | 'eval_my_mean_token_accuracy' | only the loss | fix: metric_for_best_model='loss'",
+            "metric_for_best_model | 'eval_my_mean_token_accuracy' | only losses | fix: metric_for_best_model='loss'",
         ),
     ],
 )
@@ -146,7 +146,10 @@ def test_models(tmp_path: Path) -> None:
         SplitTrainer(split=unsplit, model="folder that does not exist")
     for wrong, words in (
         (tiny.transformers_model(), "attention is 'eager' | attn_implementation"),
-        (tiny.transformers_model("qwen3_moe", attention="bmburst", output_router_logits=True), "router | SFTConfig"),
+        (
+            tiny.transformers_model("qwen3_moe", attention="bmburst", output_router_logits=True),
+            "Trainer adds the router's loss | each micro-batch | SFTTrainer | Part.loss | output_router_logits",
+        ),
     ):
         with refused(words):
             _trainer(tmp_path, model=wrong)

@@ -11,12 +11,21 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
 
 from bmburst import Mesh, UserError
 from bmburst.integrations.transformers import SplitSequences, register
@@ -102,6 +111,56 @@ def trained(name: str, folder: Path, split: SplitSequences | None) -> dict[str, 
         "samples": made.get_total_train_batch_size(made.args),
         "seed of workers": made.get_train_dataloader().base_dataloader.worker_init_fn.keywords["rank"],
         "weights": {name: whole_weight(weight) for name, weight in made.model.named_parameters()},
+    }
+
+
+class SplitTuner(SplitBatches, SFTTrainer):  # type: ignore[misc]
+    pass
+
+
+def routed(folder: Path, split: SplitSequences | None) -> dict[str, Any]:
+    """Train and evaluate a model with experts, with TRL's loss of its router: padded batches, a last one that is short.
+
+    The coefficient is not that of the model's configuration.
+    """
+    letters = Tokenizer(models.WordLevel({chr(i + 64): i for i in range(50)}, unk_token="@"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    texts = ["BCDEFGHIJKLMNOPQRSTUVWX"[3 * i % 11 :][: 5 + 4 * i % 9] for i in range(17)]
+    arguments = SFTConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        bf16=False,
+        router_aux_loss_coef=0.7,
+    )
+    changes = {"num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 2, "use_cache": False}
+    made: Any = (SplitTuner if split else SFTTrainer)(
+        model=tiny.transformers_model("qwen3_moe", attention="bmburst" if split else "sdpa", **changes),
+        args=arguments,
+        train_dataset=Dataset.from_list([{"text": text} for text in texts[:10]]),
+        eval_dataset=Dataset.from_list([{"text": text} for text in texts[10:]]),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="A", pad_token="A", unk_token="@"),
+        **({"split": split} if split else {}),
+    )
+    made.train()
+    evaluated = made.evaluate()  # after the training: before it, DDP of a plain trainer would average no gradients
+    return {
+        "evaluated": [evaluated["eval_loss"], evaluated["eval_aux_loss"]],
+        "logged": [
+            [line[name] for name in ("loss", "aux_loss", "grad_norm")]
+            for line in made.state.log_history
+            if "loss" in line
+        ],
+        "weights": {name: weight.detach().clone() for name, weight in made.model.named_parameters()},
     }
 
 
@@ -214,17 +273,26 @@ def measured(split: SplitSequences) -> list[float]:
     return found
 
 
+def reset() -> None:
+    """Let accelerate forget the ranks of a job and the last trainer."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 def run(folder: Path) -> None:
     """The runs of a Trainer and the loops."""
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
     register()
     split = SplitSequences(Mesh.over_process_group())
-    found: dict[str, Any] = {"trained": {}, "loops": {}}
+    groups = SplitSequences(Mesh.over_process_group(sequence=1))
+    found: dict[str, Any] = {"trained": {}, "routed": {}, "loops": {}}
     for name in RUNS:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        reset()
         found["trained"][name] = trained(name, folder, split)
+    for name, splits in (("one group", split), ("two groups", groups), ("TRL", None)):
+        reset()
+        found["routed"][name] = routed(folder, splits)
     found["measured"] = measured(split)
     for name in LOOPS:
         found["loops"][name] = looped(SplitSequences(split.mesh), name, 1e-3)
