@@ -43,20 +43,29 @@ def test_trains_as_one_process_after_an_evaluation(found: Found, tmp_path: Path,
             assert torch.equal(ours["weights"][key], found[0]["trained"][name]["weights"][key]), key
 
 
-@pytest.mark.parametrize("groups", ["one group", "two groups"])
-def test_router_loss_is_that_of_trl(found: Found, tmp_path: Path, groups: str) -> None:
-    """With accumulation, padding and a last batch that is not full. One group is as one process, two are as two."""
+def routes_alike(ours: dict[str, Any], theirs: dict[str, Any], steps: int) -> None:
+    assert len(ours["logged"]) == len(theirs["logged"]) == steps
+    for line, wanted in zip(ours["logged"], theirs["logged"], strict=True):
+        assert line == pytest.approx(wanted, rel=2e-5)
+    assert ours["evaluated"][1] == pytest.approx(theirs["evaluated"][1], rel=1e-5)
+    for key, weight in theirs["weights"].items():
+        assert float((ours["weights"][key] - weight).abs().max()) < 2e-4, key
+
+
+def test_router_loss_is_that_of_trl(found: Found, tmp_path: Path) -> None:
+    """With accumulation, padding and a last batch that is not full."""
+    expected = program.routed(tmp_path, None)
     for rank in found:
-        ours = rank["routed"][groups]
-        expected = program.routed(tmp_path, None) if groups == "one group" else rank["routed"]["TRL"]
-        assert len(ours["logged"]) == len(expected["logged"]) == (3 if groups == "one group" else 2)
-        for line, wanted in zip(ours["logged"], expected["logged"], strict=True):
-            assert line == pytest.approx(wanted, rel=2e-5)
-        # Of several groups, TRL averages the losses of batches, and SplitBatches those of labels, as Trainer does.
-        same = slice(0 if groups == "one group" else 1, 2)
-        assert ours["evaluated"][same] == pytest.approx(expected["evaluated"][same], rel=1e-5)
-        for key, weight in expected["weights"].items():
-            assert float((ours["weights"][key] - weight).abs().max()) < 2e-4, key
+        routes_alike(rank["one group"], expected, steps=3)
+        assert rank["one group"]["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
+
+
+@pytest.mark.long
+def test_router_loss_of_two_groups_is_that_of_two_processes(tmp_path: Path) -> None:
+    """Of several groups, TRL averages the evaluated losses of batches, and SplitBatches those of labels."""
+    run_processes(2, program.run_groups, tmp_path)
+    for rank in torch.load(tmp_path / "found.pt"):
+        routes_alike(rank["two groups"], rank["TRL"], steps=2)
 
 
 def test_gathered_losses_are_those_of_one_process(found: Found) -> None:

@@ -279,24 +279,43 @@ def reset() -> None:
     GradientState._reset_state()
 
 
-def run(folder: Path) -> None:
-    """The runs of a Trainer and the loops."""
+def start() -> SplitSequences:
+    """Return what splits sequences over all ranks, after what accelerate needs."""
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
     register()
-    split = SplitSequences(Mesh.over_process_group())
-    groups = SplitSequences(Mesh.over_process_group(sequence=1))
-    found: dict[str, Any] = {"trained": {}, "routed": {}, "loops": {}}
+    return SplitSequences(Mesh.over_process_group())
+
+
+def save(folder: Path, found: dict[str, Any]) -> None:
+    """Save what all ranks found."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    if dist.get_rank() == 0:
+        torch.save(every, folder / "found.pt")
+
+
+def run(folder: Path) -> None:
+    """The runs of a Trainer and the loops."""
+    split = start()
+    found: dict[str, Any] = {"trained": {}, "loops": {}}
     for name in RUNS:
         reset()
         found["trained"][name] = trained(name, folder, split)
-    for name, splits in (("one group", split), ("two groups", groups), ("TRL", None)):
-        reset()
-        found["routed"][name] = routed(folder, splits)
+    reset()
+    found["one group"] = routed(folder, split)
     found["measured"] = measured(split)
     for name in LOOPS:
         found["loops"][name] = looped(SplitSequences(split.mesh), name, 1e-3)
-    every: list[Any] = [None] * size
-    dist.all_gather_object(every, found)
-    if rank == 0:
-        torch.save(every, folder / "found.pt")
+    save(folder, found)
+
+
+def run_groups(folder: Path) -> None:
+    """A router's loss on ranks that are groups of their own, and TRL's on the same ranks."""
+    start()
+    groups = SplitSequences(Mesh.over_process_group(sequence=1))
+    found: dict[str, Any] = {}
+    for name, splits in (("two groups", groups), ("TRL", None)):
+        reset()
+        found[name] = routed(folder, splits)
+    save(folder, found)
