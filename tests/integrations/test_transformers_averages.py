@@ -49,7 +49,7 @@ def routes_alike(ours: dict[str, Any], theirs: dict[str, Any], steps: int) -> No
         assert line == pytest.approx(wanted, rel=2e-5)
     assert ours["evaluated"][1] == pytest.approx(theirs["evaluated"][1], rel=1e-5)
     for key, weight in theirs["weights"].items():
-        assert float((ours["weights"][key] - weight).abs().max()) < 2e-4, key
+        assert float((ours["weights"][key] - weight).abs().max()) < 1e-5, key
 
 
 def test_router_loss_is_that_of_trl(found: Found, tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ def routed(folder: Path, split: SplitSequences | None) -> dict[str, Any]:
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=2,
         num_train_epochs=1,
-        learning_rate=1e-2,
+        optim="sgd",  # AdamW would take steps of full size for gradients that are nearly zero
+        learning_rate=0.1,
         lr_scheduler_type="constant",
         logging_steps=1,
         bf16=False,
