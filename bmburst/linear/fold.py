@@ -60,9 +60,8 @@ def fold_forward(call: ScanCall, transitions: Tensor, ends: Tensor, initial: Ten
     before: list[Tensor] = []
     for k, link in enumerate(u):
         before.append(_where(chain.continues[k], state))
-        if chain.is_read(k):
-            passing = _both(chain.continues[k], chain.through[k])
-            state = link + _where(passing, call.recurrence.act(m[k], before[k])) if any(passing) else link
+        passing = chain.passing(k)
+        state = link + _where(passing, call.recurrence.act(m[k], before[k])) if any(passing) else link
     extra = [state] if chain.has_final else []
     states = hops.back(before, extra)
     starts = call.of_pieces(call.pieces.waiting, states)
@@ -98,11 +97,7 @@ def fold_backward(
     after: list[Tensor] = []
     for k in reversed(range(len(chain.links))):
         after.append(grad)
-        if not any(chain.continues[k]):
-            grad = torch.zeros_like(grad)
-            continue
-        passing = _both(chain.continues[k], chain.through[k]) if chain.is_read(k) else ()
-        back = own[k]
+        passing, back = chain.passing(k), own[k]
         if any(passing):
             back = back + _where(passing, call.recurrence.act_transposed(transitions[k], grad))
         grad = _where(chain.continues[k], back)
@@ -173,10 +168,6 @@ def _joined(transitions: Tensor, ends: Tensor) -> Tensor:
 def _by_link(chain: Chain, tensor: Tensor) -> Tensor:
     """Return `[links, ...]` of `[ranks, slots, ...]`."""
     return torch.stack([tensor[link.rank, link.slot] for link in chain.links])
-
-
-def _both(left: Sequence[bool], right: Sequence[bool]) -> tuple[bool, ...]:
-    return tuple(a and b for a, b in zip(left, right, strict=True))
 
 
 def _where(flags: Sequence[bool], tensor: Tensor) -> Tensor:

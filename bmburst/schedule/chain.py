@@ -117,9 +117,10 @@ class Chain:
         """Return whether the state after a link is used."""
         return self.has_final if link + 1 == len(self.links) else self.continues[link + 1][sample]
 
-    def is_read(self, link: int) -> bool:
-        """Return whether the state after a link is used by any sample."""
-        return any(self.exports(link, sample) for sample in range(len(self.starts)))
+    def passing(self, link: int) -> tuple[bool, ...]:
+        """Return for each sample whether a state passes through a link to where it is used."""
+        each = zip(self.continues[link], self.through[link], strict=True)
+        return tuple(enters and leaves and self.exports(link, i) for i, (enters, leaves) in enumerate(each))
 
     def own_links(self, rank: int) -> tuple[int, ...]:
         """Return the numbers of a rank's links, in the order of their slots."""
