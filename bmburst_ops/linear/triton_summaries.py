@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 64
+from bmburst_ops.fragments import CHUNK
+
 _COLUMNS = 64  # of a state for a program
 _MOST_STAGES = 3  # loads of so many chunks in flight, if shared memory holds them
 _SCRATCH = 32 << 10  # bytes of shared memory for other things

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from bmburst_ops.fragments import CHUNK
 from bmburst_ops.linear import Recurrence
 from bmburst_ops.linear.fold import joined_transitions, states_after, states_between
-from bmburst_ops.linear.triton_summaries import CHUNK, Spans, start_gradients, summarize
+from bmburst_ops.linear.triton_summaries import Spans, start_gradients, summarize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EDGES = (0, 3, 4, 9)
