@@ -145,14 +145,12 @@ class Part:
             inputs: As in `logits`.
 
         Raises:
-            UserError: As in `logits`, the model's own loss is not that of the next token, or `valid` is not a number of
-                labels.
+            UserError: As in `logits`, the model's loss is not of the next token, or `valid` is not a number of labels.
         """
-        loss, share = self.losses(model, valid, **inputs)
+        loss, share, total = self._losses(model, valid, inputs)
         if share is None:
             return loss
         (own,) = self.mesh.sequence.all_reduce(self.label_count).wait()
-        total = self._labels_of_world() if valid is None else valid
         return loss + router_loss(model, share, own, total, self.mesh.world.size)
 
     def losses(
@@ -163,6 +161,12 @@ class Part:
         The sum of the shares over the ranks of the sequence is the load balancing loss of the part, with no factor.
         The arguments and errors are those of `loss`.
         """
+        return self._losses(model, valid, inputs)[:2]
+
+    def _losses(
+        self, model: torch.nn.Module, valid: Tensor | int | None, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None, Tensor | int]:
+        """Return `losses`, and the number of labels of the step."""
 
         def decide() -> tuple[tuple[Tensor | int | None, bool], str]:
             require_next_token_loss(model)
@@ -183,9 +187,9 @@ class Part:
                 ).sum()
             else:
                 summed = -(self._logps(model, inputs)[0] * self.counts).sum()
-        total = self._labels_of_world() if counted is None else counted
+        (total,) = self.mesh.world.all_reduce(self.label_count).wait() if counted is None else (counted,)
         loss = global_mean(summed, total, self.mesh.world.size) + nan_of_none(total)
-        return loss, router_share(model, shares) if routed else None
+        return loss, router_share(model, shares) if routed else None, total
 
     def row_logps(self, model: torch.nn.Module, **inputs: object) -> list[Tensor]:
         """Return on every rank the log-probabilities of the labels of each row of a packed tree.
@@ -217,10 +221,6 @@ class Part:
     def label_count(self) -> Tensor:
         """Number of labels of this rank that count, a scalar int64 tensor; those of all rows of a tree."""
         return count_valid(self.labels) if self.counts is None else self.counts.sum()
-
-    def _labels_of_world(self) -> Tensor:
-        (total,) = self.mesh.world.all_reduce(self.label_count).wait()
-        return total
 
     def logps(
         self, model: torch.nn.Module, *, temperature: float = 1.0, entropy: bool = False, **inputs: object
