@@ -48,20 +48,18 @@ class SplitTrainer(SplitBatches, Trainer):
     pass
 
 
+COMMON: dict[str, Any] = {
+    **{"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"},
+    **{"lr_scheduler_type": "constant", "logging_steps": 1},
+    **{"per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2},
+}
+"""Arguments of all trainers."""
+
+
 def trainer(folder: Path, split: SplitSequences | None, collator: Any = None, **options: Any) -> Trainer:
     """Return a Trainer: transformers' own, or split. Two micro-batches of one sample are a step."""
-    arguments = {"max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1} | options
-    args = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-        per_device_train_batch_size=1,
-        per_device_eval_batch_size=2,
-        gradient_accumulation_steps=2,
-        **arguments,
-    )
+    arguments = COMMON | {"max_steps": 3, "learning_rate": 1e-2} | options
+    args = TrainingArguments(output_dir=str(folder), per_device_train_batch_size=1, **arguments)
     made: dict[str, Any] = {
         "model": tiny.transformers_model("qwen3", attention="bmburst" if split else "sdpa", use_cache=False),
         "args": args,
@@ -128,20 +126,13 @@ def routed(folder: Path, split: SplitSequences | None) -> dict[str, Any]:
     texts = ["BCDEFGHIJKLMNOPQRSTUVWX"[3 * i % 11 :][: 5 + 4 * i % 9] for i in range(17)]
     arguments = SFTConfig(
         output_dir=str(folder),
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
         per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
-        gradient_accumulation_steps=2,
         num_train_epochs=1,
         optim="sgd",  # AdamW would take steps of full size for gradients that are nearly zero
         learning_rate=0.1,
-        lr_scheduler_type="constant",
-        logging_steps=1,
         bf16=False,
         router_aux_loss_coef=0.7,
+        **COMMON,
     )
     changes = {"num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 2, "use_cache": False}
     made: Any = (SplitTuner if split else SFTTrainer)(
