@@ -19,6 +19,7 @@ from torch import Tensor
 from bmburst_ops.flash.triton import Table, block_sizes_for, is_interpreted, padded_head_dim, widths_of
 from bmburst_ops.flash.triton_forward import LN_2, add_dot, capped, dot, load_rows
 from bmburst_ops.merge import accumulation_dtype, dense_rows
+from bmburst_ops.triton_launch import dependent_launch, start_next, wait_for_previous
 
 
 class Tuning(NamedTuple):
@@ -33,15 +34,14 @@ class Tuning(NamedTuple):
     stages: int
     """Software pipelining stages of the loads."""
     programs: int
-    """Most programs per multiprocessor; sets the number of splits. It is several times the number that run at once, so
-    that all multiprocessors finish at about the same time."""
+    """Most programs per multiprocessor; sets the number of splits."""
 
 
 # Tables by dtype and device; each row starts with the largest padded head dim that it supports.
 _HOPPER: Table[Tuning] = (  # compiled for sm_90, none spills
-    (64, Tuning(128, 64, 4, 3, 8)),
-    (128, Tuning(64, 64, 4, 3, 8)),
-    (256, Tuning(32, 64, 4, 3, 8)),
+    (64, Tuning(128, 64, 4, 4, 2)),
+    (128, Tuning(64, 64, 2, 4, 2)),
+    (256, Tuning(32, 64, 4, 4, 2)),
 )
 _SMALL: Table[Tuning] = (
     (64, Tuning(64, 64, 4, 3, 8)),
@@ -99,6 +99,7 @@ def decode_attention(
             keys.shape[1], group, tiles, splits, heads, scale, None if softcap is None else softcap / scale,
             HEAD_DIM=head_dim, DIM=padded_head_dim(head_dim), **widths_of(values), ROWS=rows, TOKENS=tuning.tokens,
             WINDOWED=starts is not None, PRECISION=precision, num_warps=tuning.warps, num_stages=tuning.stages,
+            **dependent_launch(q.device),
         )  # fmt: skip
     return (out, lse) if splits == 1 else _merge_into(parts, part_lse, out, lse)
 
@@ -135,6 +136,7 @@ def _merge_into(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> tu
         merge_kernel[(triton.cdiv(head_dim, columns), heads, batch)](
             parts, part_lse, out, lse, parts.stride()[:3], part_lse.stride(), out.stride()[:2], lse.stride(), count,
             HEAD_DIM=head_dim, COLUMNS=columns, ALL=all_parts, PARTS=min(all_parts, _MERGE_NUMBERS // columns),
+            **dependent_launch(out.device),
         )  # fmt: skip
     return out, lse
 
@@ -145,6 +147,7 @@ def split_kernel(
     capacity, group, tiles, splits, heads, scale, cap,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: up to ROWS query heads of one KV head over one split of a sequence.
 
@@ -152,6 +155,8 @@ def split_kernel(
     head). parts `[splits, batch, heads, VALUE_HEAD_DIM]` and part_lse `[splits, batch, heads]` are contiguous. The part
     of a split without tokens is not written, unless it is the only one. cap is as in `capped`, or None.
     """
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     kv_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     start = 0
@@ -209,11 +214,14 @@ def _part(start, stop, split, splits, TOKENS: tl.constexpr):
 def merge_kernel(
     parts, part_lse, out, lse, part_strides, part_lse_strides, out_strides, lse_strides, count,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr, PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: COLUMNS columns of one head of one sequence. Grid: (blocks of columns, heads, batch).
 
     Strides are of (part, batch, head) and (batch, head). Parts whose log-sum-exp is -inf are not read.
     """
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     part_lse += batch * part_lse_strides[1] + head * part_lse_strides[2]
     index = tl.arange(0, ALL)
@@ -255,6 +263,7 @@ def append_rotated(
             q.stride(), k.stride(), v.stride(), cos.stride(), sin.stride(), out.stride(), keys.stride(),
             values.stride(), rows.stride(0),
             HEADS=heads, KV_HEADS=kv_heads, PAIRS=pairs, BLOCK=triton.next_power_of_2(pairs), num_warps=1,
+            **dependent_launch(q.device),
         )  # fmt: skip
     return out
 
@@ -264,7 +273,10 @@ def _append_kernel(
     q, k, v, cos, sin, out, keys, values, rows,
     q_strides, k_strides, v_strides, cos_strides, sin_strides, out_strides, keys_strides, values_strides, rows_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     inside = pair < PAIRS

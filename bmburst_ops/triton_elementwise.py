@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bmburst_ops.triton_launch import dependent_launch, start_next, wait_for_previous
+
 WIDEST_ROW = 16384
 """Most features of a row: a program of the norm holds a tile of whole rows."""
 _NORM_NUMBERS = 4096  # elements of each tensor that a program of the norm holds, at least
@@ -47,7 +49,8 @@ def add_norm_forward(
     programs = triton.cdiv(len(rows), tile["ROWS"])
     strides = (*rows.stride(), *more.stride(), weight.stride(0))
     arguments = (rows, more, weight, stream, out, inverse_rms, *strides, len(rows), eps, factor)
-    _launch_norm(_norm_kernel, programs, arguments, tile | {"ADDS": added is not None})
+    tile |= {"ADDS": added is not None} | dependent_launch(x.device)
+    _launch_norm(_norm_kernel, programs, arguments, tile)
     return stream, out, inverse_rms
 
 
@@ -97,8 +100,10 @@ def _launch_norm(kernel: Any, programs: int, arguments: tuple[Any, ...], tile: d
 def _norm_kernel(
     x, added, weight, stream, out, inverse_rms,
     x_row, x_column, added_row, added_column, weight_step, count, eps, factor,
-    FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     numbers = _load_rows(x, rows, columns, x_row, x_column, count, FEATURES).to(tl.float32)

@@ -160,7 +160,7 @@ class PeerPrefill:
             del mixed
             stream, normed = stream_norm(stream, added, layer.whole.mlp_norm, config.norm_eps, factor=factor)
             del added
-            gate, up = layer.gate_up if len(layer.gate_up) == 2 else layer.gate_up[0].chunk(2)
+            gate, up = (layer.whole.gate_up[rows] for rows in layer.gate_up)
             added = way.reduce(gated_mlp(way.gather(normed), gate, up, layer.down, chunk=MLP_TOKENS))
             del normed
         assert added is not None
@@ -170,7 +170,7 @@ class PeerPrefill:
         self, cache: KVCache, index: int, layer: LayerSlice, x: Tensor, cos: Tensor, sin: Tensor, start: int
     ) -> Tensor:
         config = self._weights.config
-        q, k, v = layer.projected(x, config)
+        q, k, v = layer.heads(x, config)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         # A cache by tokens may store a rank's rows in any order; only their number is fixed.
         rows = slice(start, start + k.shape[1])

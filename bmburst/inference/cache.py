@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, pad
+from torch.nn.functional import embedding, pad
 
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.local import local_forward
@@ -36,9 +36,9 @@ from bmburst.schedule.mask import Mask
 from bmburst.schedule.tiles import Span, Tile, make_tiles
 from bmburst_ops.decode import append_rotated, decode_attention, merge_decode
 from bmburst_ops.flash import Partial
+from bmburst_ops.gemv import gated, project, project_rows
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 from bmburst_ops.rms_norm import rms_norm, stream_norm
-from bmburst_ops.swiglu import swiglu
 
 
 class KVCache:
@@ -184,22 +184,18 @@ class LayerSlice:
 
     Attributes:
         whole: Weights of the block; its norms are used whole.
-        qkv: Rows of queries, keys and values of the rank's head group; one tensor if they are adjacent.
-        biases: Biases of these rows; None each if there are none.
-        widths: Number of rows of queries, keys and values.
+        qkv: Rows of queries, keys and values of the rank's head group in `whole.qkv`.
         out: This rank's columns of the output projection.
         features: The same columns, relative to the head group.
-        gate_up: This rank's rows of gate and up; one tensor if they are adjacent.
+        gate_up: This rank's rows of gate and up in `whole.gate_up`.
         down: This rank's columns of the down projection.
     """
 
     whole: LayerWeights
-    qkv: tuple[Tensor, ...]
-    biases: tuple[Tensor | None, ...]
-    widths: tuple[int, int, int]
+    qkv: tuple[slice, slice, slice]
     out: Tensor
     features: slice
-    gate_up: tuple[Tensor, ...]
+    gate_up: tuple[slice, slice]
     down: Tensor
 
     @classmethod
@@ -209,25 +205,18 @@ class LayerSlice:
         query, kv = split.own_heads * dim, split.own_kv_heads * dim
         first = config.num_heads * dim
         starts = (group * query, first + group * kv, first + config.num_kv_heads * dim + group * kv)
-        widths = (query, kv, kv)
-        qkv: tuple[Tensor, ...] = (layer.qkv,)
-        biases: tuple[Tensor | None, ...] = (layer.qkv_bias,)
-        if split.head_groups > 1:
-            rows = [slice(start, start + width) for start, width in zip(starts, widths, strict=True)]
-            qkv = tuple(layer.qkv[each] for each in rows)
-            biases = tuple(None if layer.qkv_bias is None else layer.qkv_bias[each] for each in rows)
+        q, k, v = (slice(start, start + width) for start, width in zip(starts, (query, kv, kv), strict=True))
         groups, place = split.token_groups, split.token_group
         mine = slice(query * place // groups, query * (place + 1) // groups)
         columns = slice(group * query + mine.start, group * query + mine.stop)
-        inner = split.share(config.intermediate_size).slice
-        gate_up = (layer.gate_up,) if split.ranks == 1 else tuple(each[inner] for each in layer.gate_up.chunk(2))
-        return cls(layer, qkv, biases, widths, layer.out[:, columns], mine, gate_up, layer.down[:, inner])
+        inner, size = split.share(config.intermediate_size).slice, config.intermediate_size
+        gate_up = (inner, slice(size + inner.start, size + inner.stop))
+        return cls(layer, (q, k, v), layer.out[:, columns], mine, gate_up, layer.down[:, inner])
 
-    def projected(self, normed: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the head group's q, k and v of `[batch, tokens, hidden]`: `[batch, tokens, heads, head_dim]` each."""
-        products = [linear(normed, *each) for each in zip(self.qkv, self.biases, strict=True)]
-        joined = products[0].split(self.widths, -1) if len(products) == 1 else products
-        q, k, v = (each.unflatten(-1, (-1, config.head_dim)) for each in joined)
+    def heads(self, normed: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the head group's q, k and v of `[..., hidden]`: `[..., heads, head_dim]` each."""
+        products = project_rows(normed, self.whole.qkv, self.qkv, self.whole.qkv_bias)
+        q, k, v = (each.unflatten(-1, (-1, config.head_dim)) for each in products)
         if self.whole.q_norm is not None and self.whole.k_norm is not None:
             q, k = rms_norm(q, self.whole.q_norm, config.norm_eps), rms_norm(k, self.whole.k_norm, config.norm_eps)
         return q, k, v
@@ -303,19 +292,20 @@ class Decoder:
         positions = cache.device_lengths
         cos, sin = angle_tables(self._frequencies, self._factor, positions, weights.dtype)
         place = _Place.of(positions, split, config.sliding_window)
-        stream = embedding(tokens, weights.table(EMBEDDING))[:, None]
+        stream = embedding(tokens, weights.table(EMBEDDING))
         if config.embedding_scale != 1:
             stream = stream * config.embedding_scale
-        factor, added = config.residual_scale, None
+        eps, factor, added = config.norm_eps, config.residual_scale, None
         for index in range(config.num_layers):
             layer = self._slice(index)
-            stream, normed = stream_norm(stream, added, layer.whole.input_norm, config.norm_eps, factor=factor)
+            stream, normed = stream_norm(stream, added, layer.whole.input_norm, eps, factor=factor)
             attended = self._attention(index, layer, normed, cos, sin, place)
-            stream, normed = stream_norm(stream, attended, layer.whole.mlp_norm, config.norm_eps, factor=factor)
-            added = self._mlp(layer, normed)
+            stream, normed = stream_norm(stream, attended, layer.whole.mlp_norm, eps, factor=factor)
+            inner = gated(normed, layer.whole.gate_up, *layer.gate_up)
+            added = self._added_up(project(inner, layer.down))
         stream = torch.add(stream, added, alpha=factor) if added is not None else stream
         positions += 1
-        return self.logits(stream[:, 0])
+        return self.logits(stream)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[sequences, vocab_size]`, fp32 or wider, of hidden states before the last norm."""
@@ -325,9 +315,9 @@ class Decoder:
             scale = scale.to(accumulation_dtype(scale.dtype)) * config.logit_scale
         normed, head = rms_norm(hidden, scale, config.norm_eps), self._weights.table(HEAD)
         if split.ranks == 1:
-            return linear(normed, head).to(accumulation_dtype(normed.dtype))
+            return project(normed, head).to(accumulation_dtype(normed.dtype))
         most = -(-config.vocab_size // split.ranks)  # equal sizes for the all-gather
-        mine = linear(normed, head[split.rank * most : (split.rank + 1) * most])
+        mine = project(normed, head[split.rank * most : (split.rank + 1) * most])
         (parts,) = self._comm.all_gather(pad(mine, (0, most - mine.shape[1]))).wait()
         return parts.transpose(0, 1).flatten(1)[:, : config.vocab_size].to(accumulation_dtype(normed.dtype))
 
@@ -335,9 +325,9 @@ class Decoder:
         self, index: int, layer: LayerSlice, normed: Tensor, cos: Tensor, sin: Tensor, place: "_Place"
     ) -> Tensor:
         config, split = self._config, self._split
-        q, k, v = layer.projected(normed, config)
+        q, k, v = layer.heads(normed, config)
         keys, values = self._cache.layer(index)
-        q = append_rotated(q[:, 0], k[:, 0], v[:, 0], cos, sin, keys, values, place.row)
+        q = append_rotated(q, k, v, cos, sin, keys, values, place.row)
         out, lse = decode_attention(
             q,
             keys,
@@ -348,8 +338,8 @@ class Decoder:
             out_dtype=None if split.token_groups == 1 else accumulation_dtype(q.dtype),
         )
         if split.token_groups > 1:
-            out = self._merged(out, lse).to(normed.dtype)
-        return self._added_up(linear(out.flatten(1)[:, None, layer.features], layer.out))
+            out = self._merged(out, lse).to(q.dtype)
+        return self._added_up(project(out.flatten(1)[:, layer.features], layer.out))
 
     def _merged(self, out: Tensor, lse: Tensor) -> Tensor:
         """Merge the partial results of the ranks of this head group, in the same order on each of them."""
@@ -358,11 +348,6 @@ class Decoder:
         mine = parts[split.head_group :: split.head_groups]
         merged, _ = merge_decode(mine[..., :-1], mine[..., -1])
         return merged
-
-    def _mlp(self, layer: LayerSlice, normed: Tensor) -> Tensor:
-        products = [linear(normed, each) for each in layer.gate_up]
-        gate, up = products[0].chunk(2, -1) if len(products) == 1 else products
-        return self._added_up(linear(swiglu(gate, up), layer.down))
 
     def _slice(self, index: int) -> LayerSlice:
         return self._slices.get(index) or self._slice_of(index)
