@@ -203,7 +203,8 @@ def read_bandwidth(hardware: Hardware) -> float:
 
 
 _READ = 0.9  # fraction of the memory bandwidth that products and attention of decoding reach: llama-3-8b on an H200
-_LAYER = 1.5e-3 / 32  # seconds of the small kernels of a layer, in addition to its memory traffic: the same run
+_LAYER = 1.1e-3 / 32  # seconds of the small kernels of a layer, in addition to its memory traffic: the same run
+_LAYER_OF_ONE = 4.7e-4 / 32  # for one sequence, whose products are of `bmburst_ops.gemv`
 _FORWARD = 1 / 3  # forward's share of the host time of a block (`Hardware.layer_host`): assumed
 _ADD_UP = 1e-5  # seconds of an all-reduce of one token by peer memory: a barrier of 5 us, measured, and a sum
 _FEW = (1, 2, 4, 8)  # GPUs that are always shown
@@ -371,7 +372,7 @@ def _token(task: GenerationTask, split: CacheSplit, length: int, hardware: Hardw
     # Ranks of a head group that shard tokens all compute the group's queries, keys and values.
     weights = work.itemsize * (shared / ranks + model.num_layers * projections(model) / split.head_groups)
     seconds = (weights + work.cache_bytes(length) / ranks) / (_READ * read_bandwidth(hardware))
-    seconds += model.num_layers * _LAYER
+    seconds += model.num_layers * (_LAYER_OF_ONE if work.batch == 1 else _LAYER)
     if ranks > 1:
         seconds += 2 * model.num_layers * _ADD_UP + hardware.nccl_latency
     if split.token_groups > 1:
