@@ -181,6 +181,16 @@ def as_whole(value: object) -> int | None:
         return None
 
 
+def require_function(what: str, value: object) -> None:
+    """Check that a value can be called.
+
+    Raises:
+        UserError: It cannot.
+    """
+    if not callable(value):
+        raise UserError(f"{what} must be a function, got {short_text(value)}\nfix: pass one, or leave it out")
+
+
 def whole_number(what: str, value: object, least: int) -> int:
     """Return the value as an int of at least `least`.
 

@@ -17,6 +17,7 @@ COLUMNS = (
     *("system", "chosen", "rejected", "segments", "text", "tools", "chat_template_kwargs", "loss_mask", "weight"),
 )
 """Columns of a record that have a meaning."""
+_TEXT = "text"
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
 _DEFAULT_ROLES = ("assistant",)
 
@@ -29,7 +30,7 @@ class RecordFormat:
         UserError: A mapping has no "=", an unknown column, or two entries for one name.
     """
 
-    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
+    text_field: str = field("Field of a JSONL line that holds the text.", default=_TEXT)
     messages_field: str | None = field(
         "Column of the messages of a record.", default=None, default_text="messages or conversations"
     )
@@ -84,6 +85,11 @@ class RecordFormat:
     def is_default(self) -> bool:
         """Whether nothing is set that is for records."""
         return not self.renames and self.learned_roles == _DEFAULT_ROLES
+
+    @property
+    def names_text(self) -> bool:
+        """Whether another field than the default holds the text."""
+        return self.text_field != _TEXT
 
     @cached_property
     def theirs(self) -> Mapping[str, str]:

@@ -75,7 +75,7 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
 
 def run_data(args: argparse.Namespace) -> int:
     """Write the token file, and print a summary of it."""
-    from bmburst.data import Text, tokenize
+    from bmburst.data import Text, tokenize, unused_names
     from bmburst.data.chat import RecordEncoder
     from bmburst.data.records import hold_records
     from bmburst.data.report import LengthReport, notes_of, notes_on_ends
@@ -89,10 +89,12 @@ def run_data(args: argparse.Namespace) -> int:
     has_records = hold_records(files, form)
     encoder = RecordEncoder(tokenizer, args.chat_template, form.learned_roles) if has_records else None
     text, lengths = Text(tokenizer, files, encoder, form), LengthReport(args.max_tokens)
-    if encoder is None and (args.max_tokens is not None or args.chat_template is not None or not form.is_default):
+    for_records = args.max_tokens is not None or args.chat_template is not None
+    if (for_records and encoder is None) or unused_names(text, form):
         raise UserError(
-            f"{args.input[0]} holds text, and --max-tokens, --chat-template and names of columns are for records\n"
-            "allowed: JSONL of messages, or of prompt and completion\nfix: correct or leave the option out"
+            f"{args.input[0]} holds text, and --max-tokens, --chat-template and names of columns are for records, "
+            "--text-field for rows of JSONL\n"
+            "allowed: JSONL of messages, of prompt and completion, or of text\nfix: correct or leave the option out"
         )
     if args.output is None and args.show is None:
         raise UserError("neither --output nor --show is given\nfix: --output FILE, or --show 3 to see three samples")

@@ -12,6 +12,7 @@ from bmburst.data.corpus import (
     require_cache,
     samples_of,
     tokenize,
+    unused_names,
 )
 from bmburst.data.packing import PackedSequences
 from bmburst.data.token_file import TokenFile
@@ -36,4 +37,5 @@ __all__ = [
     "require_cache",
     "samples_of",
     "tokenize",
+    "unused_names",
 ]

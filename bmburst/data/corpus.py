@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from bmburst.amounts import bytes_text
 from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
-from bmburst.data.documents import read_documents
+from bmburst.data.documents import have_fields, read_documents
 from bmburst.data.record import Reading
 from bmburst.data.records import DEFAULT, hold_groups, hold_records, read_records
 from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources
@@ -84,6 +84,23 @@ def have_groups(source: str | Path, form: RecordFormat) -> bool:
         return hold_groups(find_sources([source]), form)
     except (OSError, UserError):
         return False
+
+
+def unused_names(found: TokenFile | Text, form: RecordFormat) -> bool:
+    """Return whether names of fields, columns or roles are given that these data cannot have.
+
+    Text has no records, and plain text, texts in an array and token files have no field of text. Whether records have
+    the names is seen when they are read.
+
+    Args:
+        found: The data.
+        form: The names.
+    """
+    if isinstance(found, TokenFile):
+        return form.names_text or not form.is_default
+    if found.encoder is not None:
+        return False
+    return not form.is_default or (form.names_text and not have_fields(found.files))
 
 
 def find_token_file(source: str | Path, tokenizer: str | None) -> TokenFile | None:

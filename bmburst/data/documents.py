@@ -178,6 +178,16 @@ def first_row(file: SourceFile) -> Iterator[tuple[str, Any]]:
         yield _element(file, 1), found
 
 
+def have_fields(files: Iterable[SourceFile]) -> bool:
+    """Return whether a file has rows with fields, by its first row: plain text has none, nor an array of texts.
+
+    Raises:
+        UserError: As `rows`.
+        OSError: As `rows`.
+    """
+    return any(not isinstance(row, str) for file in files if file.kind != "text" for _, row in first_row(file))
+
+
 def check_arrays(files: Iterable[SourceFile]) -> None:
     """Check the JSON arrays among files, which are not checked line by line while they are read.
 

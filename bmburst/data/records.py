@@ -46,7 +46,6 @@ RECORD_KEYS = {
     "weight": "the factor of the losses of the record's tokens, or of the pair; 0: the record is left out",
 }
 """Keys of a record: what is done with them. Other keys than `UNSUPPORTED` are columns without effect, and named."""
-_TEXT = "text"  # the default text field, which data sets have beside their records
 _TALK = frozenset({"system", "tools", "chat_template_kwargs"})
 _READ: Mapping[str, frozenset[str]] = {
     "messages": _TALK | {"messages", "loss_mask"},
@@ -86,7 +85,7 @@ def hold_records(files: Sequence[SourceFile], form: RecordFormat = DEFAULT) -> b
         OSError: The file cannot be read.
     """
     keys = _first_keys(files, form)
-    is_text = form.text_field in keys and form.text_field != _TEXT
+    is_text = form.text_field in keys and form.names_text  # data sets have the default field beside their records
     return not is_text and any(known <= keys for known in _KEYS)
 
 
@@ -130,7 +129,7 @@ def read_records(
     """
     first: AnyRecord | None = None
     reading = reading or Reading()
-    missing = set(form.theirs.values())
+    missing = {*form.theirs.values(), *([form.text_field] if form.names_text else [])}
 
     def converted(name: str, value: Any) -> tuple[AnyRecord, T]:
         if isinstance(value, dict):
@@ -171,7 +170,8 @@ def read_records(
         raise UserError(
             f"no record has the column {', '.join(map(repr, sorted(missing)))}, which the options name\n"
             "allowed: columns of the data\n"
-            "fix: correct --columns or --messages-field, in bmburst train --data.columns or --data.messages_field"
+            "fix: correct --columns, --messages-field or --text-field, in bmburst train --data.columns, "
+            "--data.messages_field or --data.text_field"
         )
 
 

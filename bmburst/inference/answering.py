@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from bmburst.amounts import GIB
+from bmburst.amounts import GIB, require_function
 from bmburst.comm.communicator import gather_objects
 from bmburst.data.tokenizer import PromptTokenizer, Tokenizer
 from bmburst.errors import UserError
@@ -207,11 +207,18 @@ class Progress:
         tokens: Called with the number of prompt tokens of each computed chunk.
         text: Called with prompt index, sample index and new text of an answer, as soon as there is new text.
         answer: Called with prompt index and answer, when it is complete.
+
+    Raises:
+        UserError: One is not a function.
     """
 
     tokens: Callable[[int], object] = field(default=lambda _: None)
     text: Callable[[int, int, str], object] = field(default=lambda *_: None)
     answer: Callable[[int, Answer], object] = field(default=lambda *_: None)
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "text", "answer"):
+            require_function(f"progress.{name}", getattr(self, name))
 
 
 class Answering:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bmburst.amounts import bytes_text
+from bmburst.amounts import bytes_text, require_function
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.dtypes import DTYPE_NAMES, dtype_of
@@ -145,7 +145,7 @@ class Generator:
             )
         comm = resolve_group(None) if mesh is None else mesh.sequence
         with comm.checking():  # before weights are read and gathered
-            model = comm.decided(partial(_opened, model, comm, cache, dtype, chunk_tokens, kernel))
+            model = comm.decided(partial(_opened, model, comm, cache, dtype, chunk_tokens, kernel, on_bytes))
         self._defaults: Path | None = None
         self.tokenizer: PromptTokenizer | None = None
         weights: ModelWeights
@@ -169,7 +169,13 @@ class Generator:
         return generation_options(self._defaults, **given)
 
     def why_too_long(self, prompt: int, new_tokens: int) -> str | None:
-        """Return why a prompt and answer of these lengths (tokens) do not fit in memory, or None. Same on all ranks."""
+        """Return why a prompt and answer of these lengths (tokens) do not fit in memory, or None. Same on all ranks.
+
+        Raises:
+            UserError: A length is not a whole number above 0.
+        """
+        require_tokens("prompt", prompt, 4096)
+        require_tokens("new_tokens", new_tokens, 64)
         return too_long(self.memory, self._available, prompt + new_tokens, prompt)
 
     def session(self, max_tokens: int) -> Session:
@@ -283,9 +289,16 @@ class Generator:
 
 
 def _opened(
-    model: Any, comm: CheckedCommunicator, cache: str, dtype: str, chunk_tokens: int | None, kernel: str
+    model: Any,
+    comm: CheckedCommunicator,
+    cache: str,
+    dtype: str,
+    chunk_tokens: int | None,
+    kernel: str,
+    on_bytes: object,
 ) -> "tuple[Source | Llama, str]":
     """Check the arguments of `Generator`; return the opened model, and what must be equal on every rank."""
+    require_function("on_bytes", on_bytes)
     require_known("kernel", kernel, NAMES)
     if isinstance(model, str | Path):
         model = Source.open(Path(model))

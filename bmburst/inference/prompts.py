@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bmburst.amounts import finite
+from bmburst.amounts import finite, require_flag
 from bmburst.config.fields import shown
 from bmburst.config.files import parse_json, read_bytes
 from bmburst.data.chat import ChatTemplate
@@ -59,11 +59,12 @@ class PromptEncoder:
         chat: Whether a text is a user message to which the chat template is applied.
 
     Raises:
-        UserError: `chat` without a tokenizer or chat template.
+        UserError: `chat` is not a bool, or true without a tokenizer or chat template.
     """
 
     def __init__(self, tokenizer: PromptTokenizer | None, vocab_size: int, *, chat: bool = False) -> None:
         self._tokenizer, self._vocab_size, self._chat = tokenizer, vocab_size, chat
+        require_flag("chat", chat)
         self._loaded: ChatTemplate | None = None
         if chat:
             self._loaded = self._template("chat")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bmburst.amounts import require_function
 from bmburst.comm.checks import CheckedCommunicator, contents
 from bmburst.comm.transports import small_sums
 from bmburst.data.tokenizer import TokenIds
@@ -297,7 +298,7 @@ class Session:
         """
         comm = self._batch.engine.comm
         with comm.checking():
-            turn = comm.decided(lambda: self._checked(ids))
+            turn = comm.decided(lambda: self._checked(ids, on_tokens))
         self._answer = self._batch.logits = None
         self._batch.prefill([turn], on_tokens)
         self._append(turn[len(turn) - len(ids) :])
@@ -399,8 +400,9 @@ class Session:
         other._batch, other._tokens, other._digest = self._batch.copies(1), list(self._tokens), self._digest.copy()
         return other
 
-    def _checked(self, ids: Ids) -> tuple[list[int], str]:
+    def _checked(self, ids: Ids, on_tokens: object) -> tuple[list[int], str]:
         """Return the tokens to prefill: those of the text that are not yet cached, then the given ones."""
+        require_function("on_tokens", on_tokens)
         if self._batch.cache.lengths[0] > len(self._tokens):
             raise UserError(
                 "an exception has interrupted this session, and its cache holds tokens that are not in its text\n"

@@ -76,7 +76,7 @@ _READ: Mapping[str, str] = MappingProxyType(
         "read; DistributedDataParallel and FSDP2 average the gradients, other kinds are refused": "fsdp fsdp_config",
         'read; `attn_implementation` is "bmburst", and `use_kernels` is refused': "model_init_kwargs",
         "read; methods that change each token alone are exact, others are refused": "peft_config",
-        "read; a model with a router's loss is refused, unless it is 0": "router_aux_loss_coef",
+        "read; the router's loss is that of each rank's rows, and refused with `share_prompts`": "router_aux_loss_coef",
     }
 )
 

@@ -50,6 +50,7 @@ from bmburst.integrations.transformers_router import (
     router_loss,
     router_share,
     router_shares,
+    shares_router_loss,
 )
 from bmburst.integrations.transformers_weights import EqualWeights
 from bmburst.loss import count_valid, global_mean
@@ -183,7 +184,6 @@ class Part:
                     inputs,
                     lambda hidden, weight: linear_cross_entropy(hidden, weight, self.labels).reshape(1),
                     lambda logits: -label_logps_of(logits, self.labels).sum(0, keepdim=True),
-                    routed=routed,
                 ).sum()
             else:
                 summed = -(self._logps(model, inputs)[0] * self.counts).sum()
@@ -305,8 +305,6 @@ class Part:
         inputs: dict[str, Any],
         compute: OfHead,
         otherwise: Callable[[Tensor], Tensor],
-        *,
-        routed: bool = False,
     ) -> Tensor:
         """Return what `compute` returns in the model's head, or `otherwise` of its logits where that is not possible.
 
@@ -315,30 +313,29 @@ class Part:
             inputs: As in `logits`.
             compute: See `computed_in_head`.
             otherwise: Computes the same from logits `[batch, local_tokens, vocabulary]`.
-            routed: Whether the router's loss is computed too.
         """
         found: Tensor | None = None
         logits: Tensor | None = None
         random, of_devices = torch.get_rng_state(), get_device_states(self.input_ids)
         if model not in self.changing:
             shape = self.input_ids.shape
-            found, logits = computed_in_head(model, shape, compute, lambda: self._call(model, inputs, routed))
+            found, logits = computed_in_head(model, shape, compute, lambda: self._call(model, inputs))
         if found is not None:
             return found
         if logits is None:
             self.changing.add(model)
             torch.set_rng_state(random)  # the second call draws what the first one drew
             set_device_states(*of_devices)
-            logits = self._call(model, inputs, routed)
+            logits = self._call(model, inputs)
         require_tokens(model, logits, self.input_ids.shape)
         return otherwise(logits)
 
-    def _call(self, model: torch.nn.Module, inputs: dict[str, Any], routed: bool = False) -> Tensor:
+    def _call(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Check the model, call it, and return its logits."""
 
         def decide() -> tuple[None, str]:
             require_inputs(inputs)
-            if not routed and asks_router_loss(model, inputs):
+            if asks_router_loss(model, inputs) and not shares_router_loss(model):
                 raise UserError(
                     "the router's loss is no part of logits\nallowed: Part.loss, which adds it\n"
                     "fix: config.output_router_logits = False"

@@ -27,7 +27,7 @@ def require_adapters(model: nn.Module) -> None:
         name = str(getattr(kind, "value", kind))
         if (problem := _problem(name, config)) is not None:
             raise UserError(
-                f"adapters of PEFT's {name} cannot train on a split sequence: {problem[0]}\n"
+                f"adapters of PEFT's {name} are not exact on a split sequence: {problem[0]}\n"
                 f"allowed: methods that change each token alone, such as LoRA, DoRA and IA3\nfix: {problem[1]}"
             )
 

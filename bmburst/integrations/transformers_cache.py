@@ -130,8 +130,9 @@ class SplitCache(Cache):  # type: ignore[misc]
         whole = "fix: pass the whole text, all turns before and the new prompt behind them, or a new cache"
         if length >= input_ids.shape[1]:
             raise UserError(f"the cache holds {length} tokens, but input_ids has {input_ids.shape[1]}\n{whole}")
-        first = next((layer for layer in self.split_layers if layer.is_initialized), None)
-        batch = len(input_ids) if not length else len(self._states[0] if first is None else first.keys)
+        kept = [layer.keys for layer in self.split_layers if layer.is_initialized] + self._states
+        kept += [] if self.text is None else [self.text]  # of a model without layers
+        batch = len(kept[0]) if length and kept else len(input_ids)
         if batch != len(input_ids):
             raise UserError(f"the cache holds {batch} texts, but input_ids has {len(input_ids)}\n{whole}")
         if self.text is None or self.text.shape[1] != length:  # filled otherwise than by `generate`

@@ -25,13 +25,14 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.amounts import require_flag
-from bmburst.errors import UserError
+from bmburst.errors import UserError, with_fix
 from bmburst.integrations.grpo_arguments import ALLOWED, ARGUMENTS
 from bmburst.integrations.grpo_rows import Rows, Values, as_documents, as_trees, rows_of_ranks
 from bmburst.integrations.trainer_arguments import is_library, require_trl, require_understood
 from bmburst.integrations.transformers import NAME, SplitSequences
 from bmburst.integrations.transformers_models import require_splittable
 from bmburst.integrations.transformers_recurrent import require_layout
+from bmburst.integrations.transformers_router import require_router_loss, router_share, router_shares
 from bmburst.integrations.transformers_trainer import require_known_engine, require_split, still_to_be_prepared
 from bmburst.recompute import checkpoint
 
@@ -135,24 +136,26 @@ class SplitRows:
         compute_aux_loss: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return log-probabilities and entropies of completions, `[rows, logits_to_keep]`, 0 at padding, and None.
+        """Return log-probabilities and entropies of completions, `[rows, logits_to_keep]`, 0 at padding.
+
+        The third is the router's loss of the rows, or None.
 
         In a loss all ranks of the group hold the same rows. Elsewhere, for the old and reference log-probabilities,
         each rank holds its own, and its result is that of its own rows.
         """
         given = [name for name, value in others.items() if value is not None]
-        if given or compute_aux_loss:
+        if given:
             raise UserError(
-                f"rows with {given[0] if given else 'a loss of the router'} are not computed on split sequences\n"
-                "allowed: text\nfix: a text-only data set, and router_aux_loss_coef=0.0"
+                f"rows with {given[0]} are not computed on split sequences\nallowed: text\nfix: a text-only data set"
             )
         turns, rows = self._turns, Rows(input_ids, attention_mask, logits_to_keep)
         if turns is None:
             return *self._own_logps(model, rows, batch_size, compute_entropy), None
         if not self._share_prompts:
-            return *self._logps(model, [rows], compute_entropy)[0], None
+            values, of_router = self._logps(model, [rows], compute_entropy, routed=compute_aux_loss)
+            return *values[0], of_router
         if turns.values is None:
-            turns.values = self._logps(model, list(map(Rows.of, turns.rows)), compute_entropy)
+            turns.values, _ = self._logps(model, list(map(Rows.of, turns.rows)), compute_entropy)
         return *turns.values[turns.rank], None
 
     def _own_logps(self, model: nn.Module, mine: Rows, batch_size: int | None, entropy: bool) -> Values:
@@ -171,19 +174,33 @@ class SplitRows:
             calls = [[part for part in each if part is not None] for each in zip_longest(*parts)]
         found: list[Values] = []
         for call in calls:
-            values = self._logps(model, [part for _, part in call], entropy)
+            values, _ = self._logps(model, [part for _, part in call], entropy)
             own = self.split.mesh.sequence.rank
             found += [value for (rank, _), value in zip(call, values, strict=True) if rank == own]
         logps, entropies = zip(*found, strict=True)
         return torch.cat(logps), torch.cat(entropies) if entropy else None
 
-    def _logps(self, model: nn.Module, rows: list[Rows], entropy: bool) -> list[Values]:
-        """Return the values of rows that all ranks of the group hold, computed in one call of the model."""
+    def _logps(
+        self, model: nn.Module, rows: list[Rows], entropy: bool, *, routed: bool = False
+    ) -> tuple[list[Values], Tensor | None]:
+        """Return the values of rows that all ranks of the group hold, computed in one call of the model.
+
+        With `routed`, also the router's loss of the rows, on every rank. Backward takes the gradient of own tokens.
+        """
         part, placed = (as_trees if self._share_prompts else as_documents)(self.split, rows)
-        with self._trainer.accelerator.autocast():
-            logps, entropies = part.logps(model, temperature=self._trainer.temperature, entropy=entropy)
+        comm, asked = self.split.mesh.sequence, {"output_router_logits": True} if routed else {}
+        with (
+            self._trainer.accelerator.autocast(),
+            router_shares(model if routed else None, part.real, comm) as shares,
+        ):
+            logps, entropies = part.logps(model, temperature=self._trainer.temperature, entropy=entropy, **asked)
+        of_router = None
+        if routed:
+            share = router_share(model, shares)
+            (total,) = comm.all_reduce(share.detach()).wait()
+            of_router = _Shown.apply(share, total)  # type: ignore[no-untyped-call]
         none: list[Tensor | None] = [None] * len(rows)
-        return list(zip(placed(logps), none if entropies is None else placed(entropies), strict=True))
+        return list(zip(placed(logps), none if entropies is None else placed(entropies), strict=True)), of_router
 
 
 class _OwnRows:
@@ -228,6 +245,10 @@ class _OwnRows:
         """See `Accelerator.gather`."""
         return self._own(self.accelerator.gather, tensor)
 
+    def gather_for_metrics(self, tensor: Any) -> Any:
+        """See `Accelerator.gather_for_metrics`."""
+        return self._own(self.accelerator.gather_for_metrics, tensor)
+
     def _own(self, collective: Callable[[Any], Any], tensor: Any) -> Any:
         if self._is_own:
             self._kept.append(tensor)
@@ -236,7 +257,11 @@ class _OwnRows:
 
 
 class _Shown(torch.autograd.Function):
-    """A loss that shows the value of another one: the gradient is that of the last rows, the log's value is own."""
+    """A loss that shows the value of another one.
+
+    The gradient of a step's loss is that of the last rows, and the log's value is that of own rows. The gradient of the
+    router's loss is that of own tokens, and the value is that of all.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, shown: Tensor) -> Tensor:
@@ -347,10 +372,10 @@ def _require_exact(trainer: Any, layout: str, share_prompts: bool) -> None:
             "fix: another optimizer, such as optim='adamw_torch'"
         )
     if trainer.aux_loss_enabled:
-        raise UserError(
-            "the loss of the model's router is no sum over tokens\nallowed: router_aux_loss_coef=0.0\n"
-            "fix: set it in the configuration of the trainer"
-        )
+        try:
+            require_router_loss(trainer.model, is_tree=share_prompts)
+        except UserError as error:
+            raise with_fix(error, "router_aux_loss_coef=0.0 in the configuration of the trainer") from None
     if getattr(trainer.model.config, "use_kernels", False) or getattr(trainer.model, "use_kernels", False):
         raise UserError(
             "kernels of a hub may replace layers of the model\nallowed: use_kernels=False\nfix: leave it out"

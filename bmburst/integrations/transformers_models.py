@@ -60,7 +60,7 @@ def require_splittable(
         )
     for part in (part for part in parts if id(part) not in _other_media(parts[0])):
         if (problem := _problem(part, routed)) is not None:
-            raise UserError(f"{type(part).__name__} cannot train on a split sequence: {problem[0]}\nfix: {problem[1]}")
+            raise UserError(f"{type(part).__name__} is not exact on a split sequence: {problem[0]}\nfix: {problem[1]}")
     require_adapters(model)
     require_one_frequency(model, ends, of_rows=of_rows)
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from bmburst.comm.communicator import Communicator
 from bmburst.errors import UserError
 
-_NAME = "load_balancing_loss_func"
+_NAME, _MARK = "load_balancing_loss_func", "over_ranks"
 _READ = "011f7aa3f7fd"
 """Digest of the statements of the function as it was read in transformers 5.23, the same for 30 model types."""
 
@@ -76,11 +76,17 @@ def router_shares(model: object, real: Tensor, comm: Communicator) -> Iterator[l
         shares.append(_share(gate_logits, num_experts, top_k, real.flatten(), comm))
         return shares[-1]
 
+    setattr(over_ranks, _MARK, True)
     setattr(module, _NAME, over_ranks)
     try:
         yield shares
     finally:
         setattr(module, _NAME, before)
+
+
+def shares_router_loss(model: object) -> bool:
+    """Return whether this is inside `router_shares` of a model."""
+    return hasattr(vars(_module(model)).get(_NAME), _MARK)
 
 
 def router_share(model: object, shares: list[Tensor]) -> Tensor:

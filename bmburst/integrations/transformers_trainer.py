@@ -337,7 +337,8 @@ def _require_plain(trainer: Any) -> None:
                 "fix: leave it out; the loss on split sequences is cross entropy, and an evaluation gives the loss"
             )
     absent = _NOT_COMPUTED if _has_router(trainer) else ("aux_loss", *_NOT_COMPUTED)
-    if (best := str(trainer.args.metric_for_best_model)).endswith(absent):
+    best = str(trainer.args.metric_for_best_model)
+    if best.removeprefix("eval_") in absent and hasattr(trainer, "_metrics"):  # TRL's trainers have it
         raise UserError(
             f"metric_for_best_model is {best!r}, but an evaluation on split sequences gives only losses\n"
             "fix: metric_for_best_model='loss'"

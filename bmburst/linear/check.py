@@ -126,7 +126,7 @@ def require_shapes(tensors: Mapping[str, Tensor], shapes: Shapes, words: Mapping
         require_numbers(name, tensor)
         wanted = shapes[name]
         fits = tensor.dim() == len(wanted) and all(w in (None, n) for w, n in zip(wanted, tensor.shape, strict=True))
-        if not fits or 0 in tensor.shape[1:] or not len(tensor):
+        if not fits or any(n == 0 and w != 0 for w, n in zip(wanted, tensor.shape, strict=True)):
             numbers = ", ".join("any" if n is None else str(n) for n in wanted)
             raise UserError(
                 f"{name} must be {words[name]}, got shape {list(tensor.shape)}\nallowed: [{numbers}], at least 1 each\n"

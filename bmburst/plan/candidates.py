@@ -21,12 +21,12 @@ from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.layout import Balanced, Zigzag
 from bmburst.schedule.mask import Mask, causal_mask
-from bmburst.schedule.parallelism import Outer, RingTensors, Strategy
+from bmburst.schedule.parallelism import MOST_RANKS, Outer, RingTensors, Strategy
 from bmburst.schedule.tree import Tree
 from bmburst.schedule.units import HeadShapes, Sizes, choose_ring_tensors, with_units
 from bmburst_ops.bounded_cache import bounded_cache
 
-MOST_GPUS = 65536
+MOST_GPUS = MOST_RANKS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ import shlex
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from bmburst.amounts import MOST, short_text
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.dtypes import ITEMSIZE
 from bmburst.errors import UserError, require_known
@@ -117,10 +118,12 @@ def require_tokens(name: str, value: object, example: int) -> None:
         example: A possible number, for the message.
 
     Raises:
-        UserError: It is not a whole number above 0.
+        UserError: It is not a whole number above 0, or is above `MOST`.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name} {value!r}\nallowed: at least 1 token\nfix: for example {example}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+        raise UserError(
+            f"{name} {short_text(value)}\nallowed: at least 1 token, and at most {MOST:,}\nfix: for example {example}"
+        )
 
 
 def usable(free: float, device: float) -> float:

@@ -110,8 +110,7 @@ class CrossMask(Mask):
         del length
         return self.keys
 
-    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
-        """See `Mask.rows`."""
+    def _rows(self, positions: IntArray, length: int) -> VisibleRanges:
         del length
         mask = self.mask
         if isinstance(mask, Documents):

@@ -76,8 +76,7 @@ class Documents(Mask):
         """See `Mask.needs`."""
         return frozenset({"segments"})
 
-    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
-        """See `Mask.rows`."""
+    def _rows(self, positions: IntArray, length: int) -> VisibleRanges:
         del length
         _, start, stop = documents_at(self.lengths, positions)
         return VisibleRanges(start, positions + 1 if self.causal else stop)
@@ -134,8 +133,7 @@ class PrefixLM(Mask):
         """See `Mask.needs`."""
         return frozenset() if self.lengths is None else frozenset({"segments"})
 
-    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
-        """See `Mask.rows`."""
+    def _rows(self, positions: IntArray, length: int) -> VisibleRanges:
         lengths, prefixes = self.lengths, self.prefix_lengths
         if lengths is None:
             lengths, prefixes = (length,), (min(prefixes[0], length),)  # a prefix may exceed int64

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bmburst.amounts import array_of, digest, require_flag, whole_number
+from bmburst.amounts import array_of, digest, require_flag, short_text, whole_number
 from bmburst.errors import UserError, require_known
 from bmburst_ops.pattern import BLOCK, IntArray, Need, VisibleRanges
 
@@ -31,14 +31,34 @@ class BlockMap(NamedTuple):
 class Mask(ABC):
     """Which keys a query may see. `&` joins masks: a key must be visible in all of them."""
 
-    @abstractmethod
     def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """Return the interval of keys that each of these queries sees, regardless of `blocks`.
 
         Args:
             positions: Global positions below `length`, ascending.
             length: Real tokens of the sequence.
+
+        Raises:
+            UserError: The mask is made for another number of tokens, or a position is not in the sequence.
         """
+        return self._rows(self._queries(positions, length), length)
+
+    @abstractmethod
+    def _rows(self, positions: IntArray, length: int) -> VisibleRanges:
+        """Return `rows` of positions and a length that were checked."""
+
+    def _queries(self, positions: Any, length: int) -> IntArray:
+        """Return positions as an array, after a check that they are in a sequence of this length, which fits."""
+        self.require(length)
+        queries = array_of("positions", positions)
+        are_numbers = queries.ndim == 1 and (queries.dtype.kind in "iu" or not queries.size)
+        if not are_numbers or (queries.size and not 0 <= queries.min() <= queries.max() < length <= WIDEST):
+            raise UserError(
+                f"positions are {short_text(positions)}, of {length} tokens\n"
+                f"allowed: a list of whole numbers from 0 to length - 1; at most {WIDEST} tokens\n"
+                "fix: positions of real tokens, or the length of their sequence"
+            )
+        return queries.astype(np.int64, copy=False)
 
     @property
     def length(self) -> int | None:
@@ -85,8 +105,18 @@ class Mask(ABC):
 
         In self-attention the interval has no gaps, since each query sees itself; in cross-attention it may have keys
         that none of the queries sees.
+
+        Raises:
+            UserError: As `rows`, or the queries do not ascend.
         """
-        start, stop = self.rows(np.array([first, last]), length)
+        self._queries([first, last], length)
+        if first > last:
+            raise UserError(f"queries {first} to {last} do not ascend\nfix: the first one first")
+        return self._seen(first, last, length)
+
+    def _seen(self, first: int, last: int, length: int) -> list[tuple[int, int]]:
+        """Return `seen_intervals` of queries that were checked."""
+        start, stop = self._rows(np.array([first, last]), length)
         return [(int(start[0]), int(stop[1]))]
 
     def key_length(self, length: int) -> int:
@@ -97,8 +127,9 @@ class Mask(ABC):
         """Check that the mask fits a sequence.
 
         Raises:
-            UserError: The mask is made for another number of tokens.
+            UserError: The mask is made for another number of tokens, or `length` is not one.
         """
+        whole_number("length", length, 0)
         if self.length is not None and self.length != length:
             shorter = f", or pass length={self.length}: the tokens after it are padding" if self.length < length else ""
             raise UserError(
@@ -128,8 +159,7 @@ class Full(Mask):
         """See `Mask.sees_all`."""
         return True
 
-    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
-        """See `Mask.rows`."""
+    def _rows(self, positions: IntArray, length: int) -> VisibleRanges:
         return VisibleRanges(np.zeros_like(positions), np.full_like(positions, length))
 
     def __str__(self) -> str:
@@ -140,8 +170,7 @@ class Full(Mask):
 class Causal(Mask):
     """A query sees itself and the keys before it."""
 
-    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
-        """See `Mask.rows`."""
+    def _rows(self, positions: IntArray, length: int) -> VisibleRanges:
         del length
         return VisibleRanges(np.zeros_like(positions), positions + 1)
 
@@ -169,8 +198,7 @@ class SlidingWindow(Mask):
         """See `Mask.needs`."""
         return frozenset({"window"})
 
-    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
-        """See `Mask.rows`."""
+    def _rows(self, positions: IntArray, length: int) -> VisibleRanges:
         tokens = min(self.tokens, length)  # users may pass windows above 64 bits
         stop = positions + 1 if self.causal else np.minimum(positions + tokens, length)
         return VisibleRanges(np.maximum(positions - tokens + 1, 0), stop)
@@ -229,12 +257,12 @@ class BlockSparse(Mask):
         """See `Mask.needs`."""
         return frozenset({"cells"} if self.block_size % BLOCK else {"blocks"})
 
-    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
-        """See `Mask.rows`."""
-        return (Causal() if self.causal else Full()).rows(positions, length)
+    def _rows(self, positions: IntArray, length: int) -> VisibleRanges:
+        return (Causal() if self.causal else Full())._rows(positions, length)
 
     def require(self, length: int) -> None:
         """See `Mask.require`."""
+        whole_number("length", length, 0)
         blocks = -(-length // self.block_size)
         if blocks != len(self.block_map):
             raise UserError(
@@ -274,9 +302,8 @@ class Intersection(Mask):
         is_cut = "blocks" in needs and not all(isinstance(mask, BlockSparse | Causal) for mask in self.masks)
         return needs - {"blocks"} | {"cells"} if is_cut else needs
 
-    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
-        """See `Mask.rows`."""
-        parts = [mask.rows(positions, length) for mask in self.masks]
+    def _rows(self, positions: IntArray, length: int) -> VisibleRanges:
+        parts = [mask._rows(positions, length) for mask in self.masks]
         start = np.maximum.reduce([part.start for part in parts])
         return VisibleRanges(start, np.maximum(start, np.minimum.reduce([part.stop for part in parts])))
 

@@ -12,11 +12,14 @@ nodes are outermost: `s = (node * ring + r) * heads + h`.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import isqrt
 from types import MappingProxyType
 from typing import Literal
 
-from bmburst.amounts import as_whole
+from bmburst.amounts import MOST, as_whole, whole_number
 from bmburst.errors import UserError
+
+MOST_RANKS = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,8 @@ class MeshShape:
         pipe: Pipeline parallel degree: stages, each with a part of the layers.
 
     Raises:
-        UserError: An axis is smaller than 1, or nodes x heads does not divide the sequence.
+        UserError: An axis is smaller than 1, there are more than 65,536 ranks, or nodes x heads does not divide the
+            sequence.
     """
 
     data: int
@@ -47,9 +51,10 @@ class MeshShape:
         axes["pipe"] = self.pipe
         for name, ranks in axes.items() if self.heads is None else (axes | {"heads": self.heads}).items():
             _require_whole(name, ranks)
-        if min(self.data, self.sequence, self.tensor, self.pipe) < 1:
+        if not 1 <= self.size <= MOST_RANKS or min(self.data, self.sequence, self.tensor, self.pipe) < 1:
             raise UserError(
-                f"{self} has an axis without ranks\nallowed: at least 1 rank on each axis\n"
+                f"{self} has an axis without ranks, or too many ranks\n"
+                f"allowed: at least 1 rank on each axis, at most {MOST_RANKS:,} in all\n"
                 "fix: give 1 for an axis that is not used"
             )
         _require_part("nodes", self.nodes, self.sequence, f"{self.sequence} sequence ranks")
@@ -91,6 +96,8 @@ class MeshShape:
         for name, ranks in given.items():
             if ranks is not None or name not in ("data", "sequence"):
                 _require_whole(name, ranks)
+        if not 1 <= world_size <= MOST_RANKS:
+            raise UserError(f"world_size {world_size}\nallowed: 1 to {MOST_RANKS:,}\nfix: the number of ranks")
         _require_part("pipe", pipe, world_size, f"{world_size} ranks")
         of_stage = world_size // pipe
         _require_part("tensor", tensor, of_stage, f"{of_stage} ranks" + (" of a stage" if pipe > 1 else ""))
@@ -140,7 +147,13 @@ class MeshShape:
         ]
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Return data rank, sequence rank and tensor rank of a global rank, in its stage."""
+        """Return data rank, sequence rank and tensor rank of a global rank, in its stage.
+
+        Raises:
+            UserError: There is no such rank.
+        """
+        if as_whole(rank) is None or not 0 <= rank < self.size:
+            raise UserError(f"rank {rank!r} is not one of {self.size} ranks\nfix: 0 to {self.size - 1}")
         rest, t = divmod(rank % self.stage_size, self.tensor)
         d, s = divmod(rest, self.sequence)
         return d, s, t
@@ -156,10 +169,12 @@ class MeshShape:
         Raises:
             UserError: They cannot be divided; the message names the nearest degrees that work.
         """
-        _require_dealt("tensor", self.tensor, heads, kv_heads, divisors(heads))
+        _require_size("query heads", heads)
+        _require_size("KV heads", kv_heads)
+        _require_dealt("tensor", self.tensor, heads, kv_heads, heads)
         own = heads // self.tensor, max(1, kv_heads // self.tensor)
         if self.heads is not None:
-            _require_dealt("heads", self.heads, *own, divisors(self.sequence // self.nodes))
+            _require_dealt("heads", self.heads, *own, self.sequence // self.nodes)
         return own
 
     def require_width(self, name: str, width: int) -> int:
@@ -168,6 +183,7 @@ class MeshShape:
         Raises:
             UserError: `tensor` does not divide the width; the message names the nearest degrees that work.
         """
+        _require_size(name, width)
         _require_part("tensor", self.tensor, width, f"{name} {width}")
         return width // self.tensor
 
@@ -193,8 +209,9 @@ class MeshShape:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, in order."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    """Return the divisors of a number of at most `MOST`, in order."""
+    small = [d for d in range(1, isqrt(max(0, number)) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def can_share(degree: int, heads: int, kv_heads: int) -> bool:
@@ -209,17 +226,23 @@ def _require_whole(axis: str, ranks: object) -> None:
         )
 
 
+def _require_size(what: str, number: object) -> None:
+    """Refuse a size of a model that is no number, or whose divisors would take long to find."""
+    if whole_number(what, number, 1) > MOST:
+        raise UserError(f"{what} {number}\nallowed: at most {MOST:,}\nfix: the size of the model")
+
+
 def _require_part(axis: str, degree: int, whole: int, said: str) -> None:
     if degree < 1 or whole % degree:
         raise UserError(f"{axis} {degree} does not divide {said}\n{_nearest(degree, divisors(whole))}")
 
 
-def _require_dealt(axis: str, degree: int, heads: int, kv_heads: int, degrees: list[int]) -> None:
-    """Refuse a degree by which heads cannot be divided evenly, and name the nearest of `degrees`."""
+def _require_dealt(axis: str, degree: int, heads: int, kv_heads: int, whole: int) -> None:
+    """Refuse a degree by which heads cannot be divided evenly, and name the nearest ones that divide `whole`."""
     if not can_share(degree, heads, kv_heads):
         raise UserError(
             f"{axis} {degree} cannot share {heads} query heads and {kv_heads} KV heads\n"
-            f"{_nearest(degree, [other for other in degrees if can_share(other, heads, kv_heads)])}"
+            f"{_nearest(degree, [other for other in divisors(whole) if can_share(other, heads, kv_heads)])}"
         )
 
 

@@ -94,14 +94,14 @@ class Tree(Mask):
         """See `Mask.needs`."""
         return frozenset({"segments"})
 
-    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
+    def _rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """Return the smallest interval that contains the keys of all levels: from the start of the root to itself."""
         del length
         node, _, _ = documents_at(self.lengths, positions)
         return VisibleRanges(_facts(self).root_starts[node], positions + 1)
 
-    def seen_intervals(self, first: int, last: int, length: int) -> list[tuple[int, int]]:
-        """See `Mask.seen_intervals`: the ancestors of the first query's node, and what follows up to the last query.
+    def _seen(self, first: int, last: int, length: int) -> list[tuple[int, int]]:
+        """Return the intervals: the ancestors of the first query's node, and what follows up to the last query.
 
         The other queries' ancestors are among these: a node before `first` whose subtree reaches a later query is an
         ancestor of `first` too.
@@ -138,8 +138,7 @@ class _Ancestors(Mask):
         """See `Mask.needs`."""
         return frozenset({"segments"})
 
-    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
-        """See `Mask.rows`."""
+    def _rows(self, positions: IntArray, length: int) -> VisibleRanges:
         del length
         node, _, _ = documents_at(self.tree.lengths, positions)
         start, stop = _ancestor_intervals(self.tree, self.depth)

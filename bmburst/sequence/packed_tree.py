@@ -1,6 +1,7 @@
 """Rows of tokens packed as prefix trees, so that a prefix of several rows is stored and computed once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bmburst.amounts import array_of, as_whole, short_text, whole_number
+from bmburst.attention.options import require_dense, require_numbers, require_own_memory
 from bmburst.comm.checks import contents
 from bmburst.errors import UserError
 from bmburst.schedule.tree import Tree, first_positions
@@ -90,8 +92,12 @@ class PackedTree:
             For each row `[..., tokens of the row - 1, ...]`.
 
         Raises:
-            UserError: The values are not those of all tokens.
+            UserError: The values are not those of all tokens, or torch cannot pick values of their dtype.
         """
+        if isinstance(values, Tensor):
+            require_dense("values", values)
+            require_own_memory("values", values)
+            require_numbers("values", values)
         along = as_whole(dim)
         is_dim = isinstance(values, Tensor) and along is not None and -values.dim() <= along < values.dim()
         if not is_dim or values.shape[dim] != self.length:
@@ -101,18 +107,21 @@ class PackedTree:
                 f"allowed: a tensor with {self.length} values in dimension {dim!r}\n"
                 "fix: one value for each token of the tree; Part.whole or bmburst.unshard joins those of all ranks"
             )
-        return [values.index_select(dim, path.to(values.device)) for path in self.paths]
+        with _refused_dtype(values):
+            return [values.index_select(dim, path.to(values.device)) for path in self.paths]
 
     def counted_rows(self, values: Tensor) -> list[Tensor]:
         """Return the values of each row as `rows` does, 0 where the row's label does not count.
 
         Args:
             values: A value of each token of the sequence, `[length]`.
+
+        Raises:
+            UserError: As `rows`.
         """
-        return [
-            row.masked_fill(~counts.to(row.device), 0)
-            for row, counts in zip(self.rows(values), self.counted, strict=True)
-        ]
+        both = zip(self.rows(values), self.counted, strict=True)
+        with _refused_dtype(values):
+            return [row.masked_fill(~counts.to(row.device), 0) for row, counts in both]
 
     def sum_rows(self, values: Sequence[Tensor | float]) -> Tensor:
         """Return the sum over the rows of a value for each token, float32 `[length]`.
@@ -238,9 +247,21 @@ def _listed(name: str, values: object) -> list[Any]:
     """
     try:
         return list(values)  # type: ignore[call-overload,no-any-return]  # it raises then
-    except TypeError:  # also of a tensor without dimensions
+    except (TypeError, RuntimeError):  # also of a tensor without dimensions, or of a nested one
         raise UserError(
             f"{name} must be a list with an entry for each row, got {type(values).__name__}\nfix: pass one"
+        ) from None
+
+
+@contextmanager
+def _refused_dtype(values: Tensor) -> Iterator[None]:
+    """Refuse a dtype for which torch lacks an operation, such as float8."""
+    try:
+        yield
+    except NotImplementedError:
+        raise UserError(
+            f"values of a packed tree are {values.dtype}, of which torch cannot pick some\n"
+            "allowed: for example float32, bfloat16, int64 or bool\nfix: values.float()"
         ) from None
 
 
@@ -251,8 +272,10 @@ def _numbers_of(number: int, value: object) -> Tensor:
         UserError: They are no numbers.
     """
     try:
+        if isinstance(value, Tensor):
+            require_dense("values", value)
         return torch.as_tensor(value, dtype=torch.float32, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UserError(
             f"row {number} has values {short_text(value)}\nallowed: a number, or one for each label\n"
             "fix: a list of floats, or a tensor on this machine"
@@ -266,7 +289,8 @@ def _tokens_of(number: int, row: Any) -> IntArray:
         UserError: They are not whole numbers from 0 on, or fewer than 2.
     """
     tokens = array_of(f"row {number}", row)
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) < 2 or (tokens < 0).any():
+    is_list = tokens.ndim == 1 and tokens.dtype.kind in "iu" and len(tokens) >= 2
+    if not is_list or (tokens.astype(np.int64) < 0).any():  # also of uint64 above int64
         raise UserError(
             f"row {number} is {tokens.dtype} of shape {list(tokens.shape)}\n"
             "allowed: at least 2 token ids from 0 on, as a list of int or a 1-D int tensor\n"

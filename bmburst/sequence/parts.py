@@ -1,18 +1,22 @@
 """Copies a rank's tokens out of a whole tensor and back, shifts and masks labels, and checks the inputs of `shard`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bmburst.amounts import as_whole, short_text
+from bmburst.amounts import array_of, as_whole, short_text
 from bmburst.attention.options import no_autocast, require_dense, require_numbers, require_own_memory
 from bmburst.comm.checks import contents, describe_tensors
-from bmburst.errors import UserError
+from bmburst.errors import UserError, one_line
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst_ops import IGNORE_INDEX
+
+Ids = npt.NDArray[np.int64]
 
 
 def dimension_of(x: Tensor, dim: int) -> int:
@@ -72,6 +76,45 @@ def require_value(x: Tensor, pad_value: float) -> None:
         fits = False
     if not fits:
         raise UserError(f"pad_value {pad_value!r} is not a value of {x.dtype}\nfix: a number of that dtype")
+
+
+def require_device(device: object) -> None:
+    """Check that tensors can be made on a device; None is the default device.
+
+    Raises:
+        UserError: They cannot.
+    """
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload]  # it raises then
+    except (TypeError, RuntimeError, AssertionError) as error:  # the last where torch has no such backend
+        raise UserError(
+            f"device {device!r} cannot be used: {one_line(error)[:100]}\n"
+            "fix: the device of the tokens, such as tokens.device"
+        ) from None
+
+
+def pair_at(sequence: Callable[[range], tuple[Ids, Ids]], positions: range) -> tuple[Ids, Ids]:
+    """Return the inputs and labels of a sequence at some positions, as the caller's function reads them.
+
+    Raises:
+        UserError: It is no function, or does not return two arrays of whole numbers, one for each position.
+    """
+    if not callable(sequence):
+        raise UserError(
+            f"sequence must be a function, got {type(sequence).__name__}\n"
+            "allowed: it maps a range of positions to inputs and labels there\n"
+            "fix: lambda at: (tokens[at.start : at.stop : at.step], labels[at.start : at.stop : at.step])"
+        )
+    found = sequence(positions)
+    arrays = [array_of("what sequence returns", each) for each in found] if isinstance(found, tuple | list) else []
+    are_ids = all(each.dtype.kind in "iu" for each in arrays)
+    if not are_ids or [each.shape for each in arrays] != [(len(positions),)] * 2:
+        got = ", ".join(f"{each.dtype} of shape {list(each.shape)}" for each in arrays) or type(found).__name__
+        raise UserError(
+            f"sequence returned {got} for {len(positions)} positions\n"
+            f"allowed: inputs and labels, each whole numbers [{len(positions)}]\nfix: one of each for each position"
+        )
+    return arrays[0], arrays[1]
 
 
 def take(x: Tensor, layout: Layout, rank: int, dim: int, pad_value: float) -> Tensor:

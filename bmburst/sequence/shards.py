@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,22 +18,23 @@ from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst.sequence.packed_tree import PackedTree, require_tree, tree_facts
 from bmburst.sequence.parts import (
+    Ids,
     batch_facts,
     dimension_of,
     document_positions,
     fitting,
     following,
     masks_of_samples,
+    pair_at,
     put,
     require_batch,
+    require_device,
     require_value,
     take,
     without_padding,
 )
 from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.errors import first_order
-
-Ids = npt.NDArray[np.int64]
 
 
 class ShardedBatch(NamedTuple):
@@ -144,7 +144,12 @@ class SequenceShard:
         return real_tokens(self.layout, self.rank, self.length)
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the global position of each local token, int64 `[local_tokens]`; padding has positions >= `length`."""
+        """Return the global position of each local token, int64 `[local_tokens]`; padding has positions >= `length`.
+
+        Raises:
+            UserError: There is no such device.
+        """
+        require_device(device)
         runs = self.layout.runs(self.rank)
         return torch.cat(
             [torch.arange(run.tokens, dtype=torch.int64, device=device) * run.stride + run.start for run in runs]
@@ -291,7 +296,7 @@ class SequenceShard:
             int64 `[3, local_tokens]`: tokens, labels, and the position of each token in its document.
 
         Raises:
-            UserError: The documents have more tokens than the sequence.
+            UserError: The documents have more tokens than the sequence, or `sequence` returns something else.
         """
         documents = None if documents is None else make_mask(documents)
         cut = self if documents is None else self.under(documents)
@@ -302,7 +307,7 @@ class SequenceShard:
             positions[run.offset : run.offset + run.tokens] = np.arange(run.tokens) * run.stride + run.start
             real = run.real(self.length)
             here = slice(run.offset, run.offset + real)
-            tokens[here], labels[here] = sequence(range(run.start, run.start + real * run.stride, run.stride))
+            tokens[here], labels[here] = pair_at(sequence, range(run.start, run.start + real * run.stride, run.stride))
         if documents is not None:
             labels[positions >= self._real(documents)] = IGNORE_INDEX
             starts, offsets = (np.array(n or (0,)) for n in (documents.starts, documents.position_offsets))

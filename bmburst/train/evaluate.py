@@ -14,7 +14,15 @@ from torch import Tensor
 from bmburst.blocks.dtypes import dtype_of
 from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verified_together, warn
 from bmburst.checkpoint.sharded_files import on_every_rank
-from bmburst.data import TokenFile, evaluation_batches, find_corpus, has_tokens, open_corpus, require_cache
+from bmburst.data import (
+    TokenFile,
+    evaluation_batches,
+    find_corpus,
+    has_tokens,
+    open_corpus,
+    require_cache,
+    unused_names,
+)
 from bmburst.data.batches import Sequences
 from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, Source, mixed, shares_of, sources_of
@@ -206,7 +214,7 @@ def check_inputs(config: EvalConfig) -> Path:
     given = verified(config.checkpoint, warn)
     tuned = find_adapter(config, given, partial(verified, say=warn))
     directory, tokenizer, _ = read_model(config, given, tuned)
-    has_records = False
+    has_records, uses_names = False, False
     for source in sources_of(config.data):
         text = find_corpus(
             source.path,
@@ -214,6 +222,7 @@ def check_inputs(config: EvalConfig) -> Path:
             form=source.form(config),
             chat_template=config.chat_template,
         )
+        uses_names = uses_names or not unused_names(text, source.form(config))
         if isinstance(text, TokenFile):
             _require_text(source, text)
         else:
@@ -223,10 +232,11 @@ def check_inputs(config: EvalConfig) -> Path:
                 _open_one(source, tokenizer, config)
             elif not has_tokens(user_cache(), text):
                 check_arrays(text.files)
-    if not has_records and (config.chat_template is not None or not config.is_default):
+    if not uses_names or (not has_records and config.chat_template is not None):
         raise UserError(
-            f"data {config.data} has no records to tokenize, and a chat template or names of columns, fields or roles "
-            "are given\nallowed: JSONL of messages, or of prompt and completion\nfix: leave them out, or correct --data"
+            f"data {config.data} has no such rows to tokenize, and a chat template or names of columns, fields or "
+            "roles are given\nallowed: JSONL of messages, of prompt and completion, or of text\n"
+            "fix: leave them out, or correct --data"
         )
     return directory
 

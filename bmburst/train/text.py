@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from bmburst import data
-from bmburst.data import Text, find_corpus, has_tokens, require_cache, tokenize
+from bmburst.data import Text, find_corpus, has_tokens, require_cache, tokenize, unused_names
 from bmburst.data.batches import Sequences
 from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, mixed, read_mixture, shares_of
@@ -91,9 +91,23 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
     """
     text = _check_source(config, cache)
     tokenizer = text.tokenizer_name if isinstance(text, data.TokenFile) else text.tokenizer.name
-    for part in validation_of(config, tokenizer).values():
+    validation = validation_of(config, tokenizer)
+    for part in validation.values():
         _check_validation(part, cache)
+    all_parts = (part for each in (config, *validation.values()) for part in parts_of(each) or [each])
+    if validation and all(unused_names(find_text(part), part.data) for part in all_parts):
+        raise _without_names(config.data.source, text)
     return text
+
+
+def _without_names(source: str, text: data.TokenFile | Text) -> UserError:
+    what = "a token file" if isinstance(text, data.TokenFile) else "text, or its columns have other names"
+    return UserError(
+        f"data {source}: names of columns, fields or roles are given, and it is {what}\n"
+        "allowed: records, of which the first line has the columns that are named; rows of JSONL with the text field\n"
+        "fix: correct --data.messages_field, --data.columns or --data.text_field, or leave them out; in a mixture, "
+        "name them at the source that has them"
+    )
 
 
 def _check_source(config: TrainConfig, cache: Path | None) -> data.TokenFile | Text:
@@ -104,14 +118,8 @@ def _check_source(config: TrainConfig, cache: Path | None) -> data.TokenFile | T
         return find_text(parts[0])
     not_read: list[str] = []
     text = find_text(config, not_read.append)
-    is_text = isinstance(text, data.TokenFile) or text.encoder is None
-    if is_text and not config.data.is_default and not config.data.validation:  # else they are of the validation files
-        what = "a token file" if isinstance(text, data.TokenFile) else "text, or its columns have other names"
-        raise UserError(
-            f"data {source}: names of columns, fields or roles are given, and it is {what}\n"
-            "allowed: records, of which the first line has the columns that are named\n"
-            "fix: correct --data.messages_field or --data.columns, or leave them out"
-        )
+    if unused_names(text, config.data) and not config.data.validation:  # else they are of the validation files
+        raise _without_names(source, text)
     if isinstance(text, data.TokenFile):
         _require_sequence(text, config)
         _require_kept(text.tokenizer_name, text.tokenizer_identity, config)

@@ -95,6 +95,15 @@ def test_values_of_rows_are_summed_where_they_share_tokens():
     for wrong in ({"tokens": [1, 2, 2, 4]}, {"mask": None}, {"paths": [None]}):
         with refused("packed tree", "tensors", "fix: bmburst.pack_tree"):
             replace(packed, **wrong)
+    for values, words in (
+        (torch.ones(4).to(torch.float8_e4m3fn), "float8_e4m3fn | allowed: | values.float()"),
+        (torch.ones(4).to_sparse(), "values | dense"),
+        (torch.ones(4, device="meta"), "values | meta"),
+    ):
+        with refused(words):
+            packed.counted_rows(values)
+    with refused("row 0 has values", "allowed: "):
+        packed.sum_rows([10**400, 1.0])
     for values, got in ((torch.ones(1, 6), "[1, 6]"), (torch.ones(()), "[]"), ([1.0] * 4, "list")):
         for pick in (packed.rows, packed.counted_rows):  # of padded tokens too, or of a rank's part
             with refused("packed tree of 4 tokens", got, "dimension -1", "fix: "):
@@ -109,6 +118,7 @@ def test_values_of_rows_are_summed_where_they_share_tokens():
         (torch.tensor(3), {}, ["rows must be a list", "Tensor"]),
         ([[1, 2], [3]], {}, ["row 1", "[1]", "at least 2"]),
         ([[1, -2]], {}, ["row 0", "from 0 on"]),
+        ([np.array([1, 2**63 + 5], np.uint64)], {}, ["row 0", "uint64"]),
         ([[1.0, 2.0]], {}, ["row 0", "float64"]),
         ([[[1, 2]]], {}, ["row 0", "[1, 2]"]),
         ([[1, 2]], {"least_saved": 0}, ["least_saved", "at least 1"]),

@@ -166,6 +166,17 @@ def test_bad_input():
             cut.join(parts, dim)
     with refused("mask | int | fix: "):
         cut.read(lambda places: (places, places), documents=5)
+    for sequence, words in (
+        (None, "sequence | function | NoneType | fix: lambda"),
+        (lambda places: places, "sequence returned range for 3 positions"),
+        (lambda places: ([1], places), "[1], int64 of shape [3] | 3 positions | allowed: "),
+        (lambda places: (places, [0.5] * 3), "float64 | whole numbers [3]"),
+    ):
+        with refused(words):
+            cut.read(sequence)
+    for device in ("x", 3.5, "xpu"):
+        with refused(f"device {device!r} | fix: "):
+            cut.positions(device)
     for length, size, rank, words in (
         (5, 2, 2, "rank 2 | 2 ranks | 0 to 1"),
         (5, 2, "0", "rank '0' | 2 ranks | 0 to 1"),

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import types
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from bmburst.data.packing import PackedSequences
 from bmburst.data.sources import find_sources
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.errors import UserError
+from bmburst.train import evaluate
+from bmburst.train.config import EvalConfig
 from bmburst.train.resolve import resolve
 from bmburst.train.text import check_text
 from tests import refusals
@@ -142,6 +145,32 @@ def test_a_chat_template_that_neither_records_nor_checkpoints_take_is_refused(tm
     check_text(config(tmp_path / "a.txt", data__tokenizer=words, data__chat_template="chatml", model__vocab_size=400))
 
 
+def test_names_that_no_data_of_a_run_have_are_refused(tmp_path, monkeypatch):
+    """A field of text had no effect on plain text, arrays of texts and token files."""
+    rows, texts, plain = (tmp_path / name for name in ("rows.jsonl", "texts.json", "plain.txt"))
+    rows.write_text(json.dumps({"body": "a" * 200}))
+    texts.write_text(json.dumps(["a" * 200]))
+    plain.write_text("a" * 200)
+    tokens = open_corpus(plain, "bytes", tmp_path / "cache").path
+    named = {"data__text_field": "body"}
+    check_text(config(rows, **named))
+    check_text(config(plain, data__validation=[str(rows)], **named))
+    check_text(config(rows, data__validation=[str(plain)], **named))
+    for source in (plain, texts, tokens, tmp_path / "mix.yaml"):
+        (tmp_path / "mix.yaml").write_text("temperature: 1\nsources: [{path: rows.jsonl}, {path: plain.txt}]")
+        says(refusal(source, **named), "fields | text field | fix: | --data.text_field | at the source")
+    says(refusal(plain, data__validation=[str(texts)], **named), f"data {plain} | --data.text_field")
+    (tmp_path / "mix.yaml").write_text(
+        "temperature: 1\nsources: [{path: rows.jsonl, text_field: body}, {path: plain.txt}]"
+    )
+    check_text(config(tmp_path / "mix.yaml"))
+    monkeypatch.setattr(evaluate, "verified", lambda *_: tmp_path)
+    monkeypatch.setattr(evaluate, "read_model", lambda *_: (tmp_path, "bytes", None))
+    for source, is_named in ((rows, True), (plain, False)):
+        with nullcontext() if is_named else refusals.refused(plain, "no such rows", "fields"):
+            evaluate.check_inputs(EvalConfig(checkpoint=tmp_path, data=str(source), text_field="body"))
+
+
 def test_a_check_needs_no_tokenizer_of_a_token_file(tmp_path, launches, words):
     (tmp_path / "a.txt").write_text("a " * 200)
     source = open_corpus(tmp_path / "a.txt", words, tmp_path).path
@@ -177,8 +206,9 @@ def test_tokens_that_a_cache_has_are_taken_where_nothing_can_be_written(tmp_path
     monkeypatch.setattr("bmburst.outputs.tempfile", types.SimpleNamespace(TemporaryFile=full_disk))
     made = config(source)
     check_text(made, cache)
+    source.write_text("b" * 200)
     with refusals.refused("data.cache", cache, "written", "No space left"):
-        check_text(made.replace(data=replace(made.data, text_field="body")), cache)
+        check_text(made, cache)
     with refusals.refused("data.cache", tmp_path / "other", "written", "No space left"):
         check_text(made, tmp_path / "other")
 

@@ -73,6 +73,7 @@ def test_names_are_mapped(tmp_path, line, names, same):
         ({"messages": TALK}, MAPPED, "no messages in 'dialog' | 'messages' | --data.messages_field"),
         ({"dialog": WEIRD}, MAPPED, '"client" | human'),
         ({"messages": TALK}, {"columns": ("weight=scoer",)}, "'scoer' | --data.columns"),
+        ({"messages": TALK}, {"text_field": "body"}, "'body' | --data.text_field"),
     ],
     ids=str,
 )

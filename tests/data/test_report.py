@@ -56,6 +56,7 @@ def test_samples_show_what_is_learned(tmp_path, capsys):
         ("--show 0", ["--show", "0"]),
         ("neither", []),
         ("names of columns", ["--show", "1", "--roles", "a=b"]),
+        ("--text-field | rows", ["--show", "1", "--text-field", "body"]),
     ):
         assert main(["data", "--input", str(tmp_path / "z.txt"), *wrong]) == 2
         says(capsys.readouterr().err, words, "fix: ")

@@ -20,7 +20,7 @@ from bmburst_ops.pattern import Need, Pattern
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
 from tests.integrations import transformers_generate_program as program
-from tests.integrations.transformers_program import FAMILIES, make_model
+from tests.integrations.transformers_program import make_model
 from tests.refusals import says
 
 
@@ -29,13 +29,13 @@ def expected() -> dict[str, torch.Tensor]:
     """What transformers' own attention and cache generate."""
     found = {}
     options: dict[str, Any] = {"max_new_tokens": program.NEW, "min_new_tokens": program.NEW, "do_sample": False}
-    for family in FAMILIES:
-        model = make_model(family, "eager", torch.float32).eval()
+    for name, (family, changes) in program.MODELS.items():
+        model = make_model(family, "eager", torch.float32, **changes).eval()
         for length in program.LENGTHS:
             first = model.generate(program.prompt(length), **options)
-            found[f"{family} {length}"] = first
+            found[f"{name} {length}"] = first
             turn = torch.cat((first, program.prompt(17)), 1)
-            found[f"{family} {length} turn"] = model.generate(turn, **options)
+            found[f"{name} {length} turn"] = model.generate(turn, **options)
     return found
 
 

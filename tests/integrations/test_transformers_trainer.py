@@ -63,15 +63,23 @@ def _trainer(
         ),
         ({"args": {"auto_find_batch_size": True}}, "auto_find_batch_size | alone | allowed: False"),
         ({"args": {"label_names": ["targets"]}}, "label_names | targets | allowed: None"),
-        (
-            {"args": {"metric_for_best_model": "eval_my_mean_token_accuracy"}},
-            "metric_for_best_model | 'eval_my_mean_token_accuracy' | only losses | fix: metric_for_best_model='loss'",
-        ),
     ],
 )
 def test_arguments(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with refused(words):
         _trainer(tmp_path, **options)
+
+
+@pytest.mark.parametrize("best", ["entropy", "eval_mean_token_accuracy", "eval_entropy", "aux_loss"])
+def test_a_metric_that_trl_would_log(tmp_path: Path, best: str) -> None:
+    """It is refused under TRL's trainers. Others, such as the caller's own, are not TRL's."""
+    trainer: Any = _trainer(tmp_path, args={"metric_for_best_model": best})
+    trainer._metrics = {}
+    with refused("metric_for_best_model", repr(best), "only losses | fix: metric_for_best_model='loss'"):
+        _require_plain(trainer)
+    for name in ("loss", "my_entropy", "eval_my_entropy", "eval_my_mean_token_accuracy", None):
+        trainer.args.metric_for_best_model = name
+        _require_plain(trainer)
 
 
 def _arguments(module: str, folder: Path, **fields: object) -> TrainingArguments:

@@ -15,6 +15,8 @@ from tests.integrations.transformers_program import FAMILIES, make_model
 
 NEW = 4
 LENGTHS = (1, 3, 8, 23)
+MODELS = {family: (family, {}) for family in FAMILIES} | {"no layers": ("llama", {"num_hidden_layers": 0})}
+"""Models by name: the family, and what it has otherwise."""
 
 
 def prompt(length: int) -> Tensor:
@@ -28,15 +30,15 @@ def run(output: Path) -> None:
     mesh = Mesh.over_process_group()
     greedy = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
     found: dict[str, Any] = {}
-    for family in FAMILIES:
-        model = make_model(family, "bmburst", torch.float32).eval()
+    for name, (family, changes) in MODELS.items():
+        model = make_model(family, "bmburst", torch.float32, **changes).eval()
         for length in LENGTHS:
             cache = SplitCache(model.config, mesh)
             first = generate(model, prompt(length), mesh=mesh, past_key_values=cache, **greedy)
-            found[f"{family} {length}"] = first
+            found[f"{name} {length}"] = first
             turn = torch.cat((first, prompt(17)), 1)
-            found[f"{family} {length} turn"] = generate(model, turn, mesh=mesh, past_key_values=cache, **greedy)
-        found[f"{family} sampled"] = generate(
+            found[f"{name} {length} turn"] = generate(model, turn, mesh=mesh, past_key_values=cache, **greedy)
+        found[f"{name} sampled"] = generate(
             model, prompt(8), mesh=mesh, seed=3, do_sample=True, max_new_tokens=20, min_new_tokens=20
         )
     model = make_model("llama", "bmburst", torch.float32).eval()

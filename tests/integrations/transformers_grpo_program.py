@@ -30,8 +30,9 @@ GRPO: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "dapo": {"beta": 0.1, "num_generations": 0},
         "grpo": {"loss_type": "grpo", "gradient_accumulation_steps": 2, "num_iterations": 2, "beta": 0.1},
-        "bnpo": {
+        "experts": {
             "loss_type": "bnpo",
+            "router_aux_loss_coef": 0.7,
             "temperature": 0.7,
             "mask_truncated_completions": True,
             "entropy_coef": 0.5,
@@ -115,17 +116,19 @@ class Sampler:
         return None, found, [[[-3.5 - 0.1 * (j % 3)] for j in range(len(ids))] for ids in found], None
 
 
-def folder_of(root: Path, *, dtype: torch.dtype = torch.float64) -> str:
+def folder_of(root: Path, *, dtype: torch.dtype = torch.float64, family: str = "llama") -> str:
     """Save a model and return its folder."""
-    model = tiny.transformers_model("llama", max_position_embeddings=512).to(dtype)
-    model.save_pretrained(root / "policy")
-    tokenizer().save_pretrained(root / "policy")
-    return str(root / "policy")
+    folder = root / ("policy" if family == "llama" else "experts")
+    model = tiny.transformers_model(family, max_position_embeddings=512).to(dtype)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 def trainer(root: Path, name: str, split: SplitSequences | None, **options: Any) -> Any:
     """Return the trainer of a run, TRL's own or split."""
     is_rloo = name == "rloo"
+    of_experts = {"experts_implementation": "eager"} if name == "experts" else {}  # others have no fp64
     fields = {
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
@@ -151,13 +154,13 @@ def trainer(root: Path, name: str, split: SplitSequences | None, **options: Any)
         report_to="none",
         disable_tqdm=True,
         save_strategy="no",
-        model_init_kwargs={"attn_implementation": "bmburst" if split else "sdpa", "dtype": "auto"},
+        model_init_kwargs={"attn_implementation": "bmburst" if split else "sdpa", "dtype": "auto"} | of_experts,
         **(fields | options.pop("args", {})),
     )
     # A tree shares a prompt if that saves 256 tokens or more.
     rows = [{"prompt": 5 * LETTERS + prompt if name == "shared" else prompt} for prompt in PROMPTS]
     made: dict[str, Any] = {
-        "model": str(root / "policy"),
+        "model": str(root / ("experts" if name == "experts" else "policy")),
         "reward_funcs": rewarded,
         "args": arguments,
         "train_dataset": Dataset.from_list(rows),

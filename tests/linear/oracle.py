@@ -55,10 +55,9 @@ def problem(kind, batch, length, seed=0):
         return Problem(kind, tokens, shared, draw(batch, hv, v, k), options)
     if kind == "scan":
         return Problem(kind, {"a": (-SLOW * at(hv, v).exp()).exp(), "b": at(hv, v)}, {}, draw(batch, hv, v))
-    assert kind == "conv"
-    return Problem(
-        kind, {"x": at(5)}, {"weight": draw(5, 4), "bias": draw(5)}, draw(batch, 3, 5), {"activation": "silu"}
-    )
+    width = {"conv": 4, "narrow conv": 1}[kind]
+    shared = {"weight": draw(5, width), "bias": draw(5)}
+    return Problem(kind, {"x": at(5)}, shared, draw(batch, width - 1, 5), {"activation": "silu"})
 
 
 def whole(case, lengths, *, continued):
@@ -131,4 +130,5 @@ def _conv(state, x, weight, bias, activation):
     return functional.silu(out), longer[len(longer) - len(state) :]
 
 
-STEPS = {"gated_delta": _delta, "kda": _delta, "decay": _decay, "ssd": _ssd, "scan": _scan, "conv": _conv}
+STEPS = {"gated_delta": _delta, "kda": _delta, "decay": _decay, "ssd": _ssd, "scan": _scan}
+STEPS |= {"conv": _conv, "narrow conv": _conv}

@@ -16,6 +16,7 @@ FUNCTIONS = {
     "conv": bmburst.burst_causal_conv,
 }
 KINDS = tuple(FUNCTIONS)
+FUNCTIONS["narrow conv"] = bmburst.burst_causal_conv
 
 
 @cache

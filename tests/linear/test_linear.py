@@ -56,6 +56,10 @@ def test_both_ways_of_folding(monkeypatch, hops):
     run_ranks(3, products, ("zigzag",), ("short",), KINDS)
 
 
+def test_a_convolution_of_one_token_continues_an_empty_state():
+    run_ranks(2, products, ("zigzag",), ("documents",), ("narrow conv",))
+
+
 def test_a_rank_without_a_real_token():
     """Seven tokens on five ranks in zigzag: chunks of one token, and ranks of padding alone in contiguous order."""
     for layout in ("zigzag", "contiguous"):

@@ -13,6 +13,7 @@ import torch
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents, PrefixLM
 from bmburst.schedule.mask import BlockSparse, Causal, Full, Intersection, Mask, SlidingWindow, make_mask
+from bmburst.schedule.tree import Tree
 from tests.mask_oracle import random_mask, visible
 from tests.refusals import refused
 
@@ -20,6 +21,7 @@ MAP = [[1, 0, 1], [0, 1, 0], [1, 1, 1]]
 DOCUMENTS = Documents([3, 1, 4])
 PREFIXES = PrefixLM([2, 0], [5, 3])
 BLOCKS = BlockSparse(MAP, 3)
+TREE = Tree([-1, 0, 0], [3, 1, 4])
 
 
 def drawn(seed, longest=60):
@@ -86,6 +88,24 @@ def test_both_show_what_each_shows(seed):
         assert joined.length == (one.length or other.length)
         assert joined.needs == one.needs | other.needs
         assert set(joined.starts) == {*one.starts, *other.starts}
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(3), DOCUMENTS, PREFIXES, BLOCKS, TREE], ids=str)
+def test_what_is_not_in_a_sequence_has_no_rows(mask):
+    for places in ([0, 7], torch.arange(8), np.array([3, 1], np.uint8), []):
+        assert len(mask.rows(places, 8).stop) == len(places)
+    for places in (None, "x", [0.5], [[1]], [8], [-1], [2**70]):
+        with refused("positions are | of 8 tokens | allowed: | fix: "):
+            mask.rows(places, 8)
+    for length in (None, "x", 7.5, -1, True):
+        for call in (mask.require, lambda length: mask.rows([0], length), lambda n: mask.seen_intervals(0, 1, n)):
+            with refused(f"length | whole number | {length!r}"):
+                call(length)
+    for first, last, words in ((0, "x", "'x'"), (None, 1, "None"), (0, 8, "[0, 8]"), (3, 1, "3 to 1 do not ascend")):
+        with refused(words, "fix: "):
+            mask.seen_intervals(first, last, 8)
+    with refused(10**30):
+        mask.rows([0], 10**30)
 
 
 def test_joining_keeps_no_more_than_it_must():

@@ -93,7 +93,12 @@ def test_heads_over_both_axes():
     assert shape.require_heads(12, 2) == (6, 1)
     assert shape.require_width("intermediate_size", 40) == 20
     says(refusal_of(shape.require_width, "intermediate_size", 41), "tensor 2", "intermediate_size 41", "1 and 41")
-    assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(7) == [1, 7]
+    for number in (0, 1, 7, 12, 36):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    for heads, words in (((10**20, 1), "query heads | at most"), ((4, 0), "KV heads | least 1"), (("4", 4), "'4'")):
+        says(refusal_of(shape.require_heads, *heads), words, "fix: ")
+    says(refusal_of(shape.require_width, "intermediate_size", 10**20), "intermediate_size", "at most")
+    assert shape.require_heads(6 * 10**14, 2) == (3 * 10**14, 1)
 
 
 def test_mesh_shape_names_what_would_fit():
@@ -106,8 +111,15 @@ def test_mesh_shape_names_what_would_fit():
         axes = {"data": data, "sequence": sequence}
         with refused("6 ranks", *(f"{axis} {n}" for axis, n in axes.items() if n is not None), "1, 2, 3, 6"):
             MeshShape.fit(6, data, sequence)
-    with refused("at least 1 rank", "fix: ", "data 0 x sequence 2"):
-        MeshShape(0, 2)
+    for axes, words in (((0, 2), "data 0 x sequence 2"), ((2**10, 2**7), "data 1024 x sequence 128 | 65,536")):
+        with refused("at least 1 rank | fix: ", words):
+            MeshShape(*axes)
+    for size in (0, -4, 10**20):
+        with refused(f"world_size {size} | 1 to 65,536"):
+            MeshShape.fit(size)
+    for rank in (6, -1, "0"):
+        with refused(f"rank {rank!r} | 6 ranks | 0 to 5"):
+            MeshShape(2, 3).coordinates(rank)
 
 
 @pytest.mark.parametrize("axis", ["data", "sequence", "tensor", "heads", "nodes"])
