@@ -109,8 +109,10 @@ ARGUMENTS = done(_READ, _ALLOWED)
 """What is done with each argument of a Trainer and of its TrainingArguments, and of TRL's SFTTrainer and SFTConfig."""
 
 
-def require_loss(trainer: type, mixin: type) -> None:
+def require_loss(trainer: type, mixin: type) -> str:
     """Check that a trainer computes the loss that a mixin computes in its place, before it reads the data.
+
+    Return the name of the trainer of transformers or TRL that it is derived from.
 
     Args:
         trainer: A class derived from the mixin and a trainer of transformers or TRL.
@@ -134,6 +136,7 @@ def require_loss(trainer: type, mixin: type) -> None:
             f"{own.__name__} defines compute_loss, which {mixin.__name__} would replace by cross entropy\n"
             "allowed: the default loss\nfix: leave it out; or a loop of your own with a loss of Part.logps"
         )
+    return kind
 
 
 def require_trl(what: str, installed: str | None = None) -> None:

@@ -354,7 +354,7 @@ class Part:
         if self.mesh.sequence.size > 1 and torch.is_grad_enabled() and self.weights.are_compared(model):
             self.mesh.world.decided(compare)
         ours: dict[str, Any] = {"attention_mask": self.mask, "position_ids": self.position_ids, "use_cache": False}
-        with noise_of_whole_sequences(model, self.cut, is_tree=self.tree is not None):
+        with noise_of_whole_sequences(model, self.cut, self.mesh.sequence, is_tree=self.tree is not None):
             result = model(input_ids=self.input_ids, **(ours | inputs))
         found: Tensor | None = getattr(result, "logits", None)
         if found is None:

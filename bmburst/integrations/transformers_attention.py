@@ -19,6 +19,7 @@ from torch import Tensor
 from bmburst.attention.api import attend
 from bmburst.attention.call import decide
 from bmburst.attention.function import beside_sink
+from bmburst.attention.graphs import outside_of_graphs
 from bmburst.attention.latents import attend_latents
 from bmburst.attention.options import AttentionOptions, MaskOption, require_softcap
 from bmburst.comm.checks import CheckedCommunicator
@@ -292,6 +293,7 @@ class CachedMask:
         return _near(self._mask_function)
 
 
+@outside_of_graphs  # documents are computed with NumPy, which a graph would take for tensors
 def layer_mask(
     *, mask_function: Callable[..., Any], attention_mask: object = None, q_length: int, kv_length: int, **_: object
 ) -> "SequenceMask | CachedMask":
@@ -322,6 +324,7 @@ def layer_mask(
     return attention_mask.seen(_near(mask_function))
 
 
+@outside_of_graphs  # a single graph break, instead of one at each branch
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -357,14 +360,6 @@ def attention(
     Raises:
         UserError: The model needs a feature that is not supported, or is not called with a split batch.
     """
-    if torch.compiler.is_compiling():  # a single graph break, instead of one at each branch below
-        from bmburst.attention.uncompiled import uncompiled
-
-        given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
-        found: tuple[Tensor, None] = uncompiled(
-            attention, module, query, key, value, attention_mask, is_causal=is_causal, softcap=softcap, **given, **asked
-        )
-        return found
     require_softcap(softcap)
     layer, sink = getattr(key, "split_layer", None), asked.pop("s_aux", None)
     weight = getattr(key, "expanded_by", None)  # key and value are then latents and rotary keys

@@ -93,7 +93,7 @@ class SplitBatches:
     loss_is_scaled_for_ga = True  # for Trainer: the number of micro-batches must not divide the loss again
 
     def __init__(self, *arguments: Any, split: SplitSequences, **options: Any) -> None:
-        require_loss(type(self), SplitBatches)
+        kind = require_loss(type(self), SplitBatches)
         require_split(split)
         super().__init__(*arguments, **options)
         self.split = split
@@ -101,6 +101,8 @@ class SplitBatches:
         self._labels = torch.zeros(split.mesh.shape.data, dtype=torch.int64)
         """Labels of the last batch of each sequence group in an evaluation."""
         self._without_labels = self._last = 0
+        self._is_of_group = kind == "SFTTrainer"
+        """Whether an evaluation averages the mean losses of groups, as TRL; or counts the labels of all groups."""
         require_understood(self, [name for name, value in options.items() if value is not None])
         _require_plain(self._trainer)
         _tell_scaled(self._trainer)
@@ -146,8 +148,9 @@ class SplitBatches:
         """Return the loss of a batch, a scalar in nats.
 
         In training it is this rank's share: its mean over the ranks is the mean over the labels of all micro-batches.
-        In an evaluation it is the loss of the sequence group: its mean over the groups is the mean over the labels of
-        their batches. The router's loss is the mean over groups and micro-batches, as TRL computes it.
+        In an evaluation it is the loss of the sequence group. With transformers' Trainer, its mean over the groups is
+        the mean over the labels of their batches; with TRL's SFTTrainer, it is the mean over the group's own labels.
+        The router's loss is the mean over groups and micro-batches, as TRL computes it.
         """
         _require_no_other_router(self._trainer, model)
         part = inputs.get(_PART)
@@ -218,14 +221,19 @@ class SplitBatches:
         mesh, part = self.split.mesh, self._part(batch)
         (labels,) = mesh.sequence.all_reduce(part.label_count).wait()
         (self._labels,) = mesh.data.all_gather(labels).wait()
+        self._without_labels += self._labels.tolist().count(0)
+        valid = self._labels.sum()
+        scale = valid / (labels * mesh.shape.data).clamp(min=1) if self._is_of_group else 1.0
         with torch.no_grad():
-            (total,) = mesh.sequence.all_reduce(self._part_loss(model, part, self._labels.sum(), 1)).wait()
+            (total,) = mesh.sequence.all_reduce(self._part_loss(model, part, valid, scale=scale)).wait()
         return total / mesh.sequence.size
 
-    def _part_loss(self, model: torch.nn.Module, part: Part, valid: Tensor | None, steps: int) -> Tensor:
+    def _part_loss(
+        self, model: torch.nn.Module, part: Part, valid: Tensor | None, steps: int = 1, scale: Tensor | float = 1.0
+    ) -> Tensor:
         """Return this rank's loss of a part, with the router's loss that TRL would add in one of `steps`; log that."""
         if not _has_router(self._trainer):
-            return part.loss(model, valid)
+            return part.loss(model, valid) * scale
         loss, share = part.losses(model, valid, output_router_logits=True)
         assert share is not None
         mesh, mode = self.split.mesh, "train" if self._trainer.model.training else "eval"
@@ -234,7 +242,7 @@ class SplitBatches:
         kept = self._kept(of_groups) if mode == "eval" else of_groups
         self._trainer._metrics[mode]["aux_loss"].append(kept.mean().item())
         coefficient: float = self._trainer.router_aux_loss_coef
-        return loss + mesh.sequence.size * coefficient / steps * share
+        return loss * scale + mesh.sequence.size * coefficient / steps * share
 
     def _kept(self, gathered: Tensor) -> Tensor:
         """Return what accelerate keeps of values of an evaluation: in its last batch, as many as there are samples."""
@@ -246,10 +254,12 @@ class SplitBatches:
 
         `Accelerator.gather_for_metrics` would count a group once per rank, but in the last batch only once.
         """
+        if losses.dim() > 1:  # inputs, with include_for_metrics="inputs": no metric reads them
+            return losses
         (gathered,) = self.split.mesh.data.all_gather(losses).wait()
-        labels = self._labels.tolist()
-        self._without_labels += labels.count(0)
-        return self._kept(gathered)[: None if any(labels) else 0]
+        has_labels = (self._labels > 0).expand(len(losses), -1).T
+        counts = self._kept(has_labels if self._is_of_group else has_labels.any().expand_as(has_labels))
+        return self._kept(gathered)[counts]
 
 
 def require_split(split: object) -> None:

@@ -47,7 +47,7 @@ def routes_alike(ours: dict[str, Any], theirs: dict[str, Any], steps: int) -> No
     assert len(ours["logged"]) == len(theirs["logged"]) == steps
     for line, wanted in zip(ours["logged"], theirs["logged"], strict=True):
         assert line == pytest.approx(wanted, rel=2e-5)
-    assert ours["evaluated"][1] == pytest.approx(theirs["evaluated"][1], rel=1e-5)
+    assert ours["evaluated"] == pytest.approx(theirs["evaluated"], rel=1e-5)
     for key, weight in theirs["weights"].items():
         assert float((ours["weights"][key] - weight).abs().max()) < 1e-5, key
 
@@ -57,12 +57,11 @@ def test_router_loss_is_that_of_trl(found: Found, tmp_path: Path) -> None:
     expected = program.routed(tmp_path, None)
     for rank in found:
         routes_alike(rank["one group"], expected, steps=3)
-        assert rank["one group"]["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
 
 
 @pytest.mark.long
 def test_router_loss_of_two_groups_is_that_of_two_processes(tmp_path: Path) -> None:
-    """Of several groups, TRL averages the evaluated losses of batches, and SplitBatches those of labels."""
+    """As TRL does, an evaluation averages the losses of groups, of which the last batch is not full."""
     run_processes(2, program.run_groups, tmp_path)
     for rank in torch.load(tmp_path / "found.pt"):
         routes_alike(rank["two groups"], rank["TRL"], steps=2)

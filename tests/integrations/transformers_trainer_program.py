@@ -71,7 +71,7 @@ def trainer(folder: Path, split: SplitSequences | None, collator: Any = None, **
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "ddp": {"include_num_input_tokens_seen": "all"},
+    "ddp": {"include_num_input_tokens_seen": "all", "include_for_metrics": ["inputs"]},  # the latter has no effect
     "fsdp2": {"logging_steps": 2},  # the last of three steps is in no log
     "noise": {"neftune_noise_alpha": 40.0, "include_num_input_tokens_seen": "non_padding"},
 }
@@ -97,6 +97,8 @@ def trained(name: str, folder: Path, split: SplitSequences | None) -> dict[str, 
     if split is not None and name == "fsdp2":
         shard(made)
     evaluated = made.evaluate()
+    if split is not None:
+        torch.rand(dist.get_rank())  # as after a checkpoint of fewer ranks: each goes on with random numbers of its own
     mean = made.train().training_loss
     logged: list[dict[str, float]] = made.state.log_history
     return {
