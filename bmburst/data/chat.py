@@ -162,8 +162,8 @@ class ChatTemplate:
         Raises:
             UserError: The template rejects the messages, or fails.
         """
-        options["tools"] = _valid(options.get("tools"))
         try:
+            options["tools"] = _valid(options.get("tools"))
             return self.tokenizer.apply_chat_template(_valid(for_template(messages)), **options)
         except Exception as error:  # from jinja2, or any error raised by the template's code
             raise refusal(name, error, messages) from error
@@ -267,7 +267,7 @@ class RecordEncoder:
             )
         if record.messages is not None:
             ids, answers, size = self._conversation(record)
-            text = json.dumps([record.messages, record.tools, record.template_options], sort_keys=True)
+            text = json.dumps([record.messages, record.tools, record.template_options], sort_keys=True, default=str)
         elif record.segments is not None:
             parts = [self.tokenizer.encode_prompt(each, add_special_tokens=False) for _, each in record.segments]
             labels = [label for label, _ in record.segments]
@@ -434,7 +434,11 @@ def _starts(mask: Mask) -> Mask:
 
 
 def _valid(value: Any) -> Any:
-    """Return a value of JSON with "?" for unpaired surrogates in its texts, which UTF-8 cannot encode."""
+    """Return a value of JSON with "?" for unpaired surrogates in its texts, which UTF-8 cannot encode.
+
+    Raises:
+        TypeError: It is no value of JSON: transformers would write a time of Parquet as "<datetime>".
+    """
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()

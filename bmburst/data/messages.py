@@ -28,6 +28,7 @@ MARKS = ("weight", "train", "loss", "trainable", "loss_mask")
 """Keys of a message that say whether its answer is learned: 0 or false leaves it out of the loss."""
 # transformers gives the template all three, if one is given
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_NO_EFFECT = "no effect"
 MESSAGE_KEYS = {
     **dict.fromkeys(("role", "content"), "rendered by the chat template"),
     **dict.fromkeys(("from", "value"), "role and content, in conversations"),
@@ -36,7 +37,7 @@ MESSAGE_KEYS = {
     **dict.fromkeys(MARKS, "0 or false: the message is left out of the loss"),
     **dict.fromkeys(
         ("id", "idx", "uuid", "message_id", "parent_id", "timestamp", "date", "create_time", "lang", "language"),
-        "no effect",
+        _NO_EFFECT,
     ),
 }
 """Keys of a message: what is done with them. Any other key must be read by the chat template, or is refused."""
@@ -140,8 +141,15 @@ def is_learned(message: Message) -> bool:
 
 
 def for_template(messages: tuple[Message, ...]) -> list[Message]:
-    """Return messages as the chat template gets them: without marks."""
-    return [{key: value for key, value in message.items() if key not in MARKS} for message in messages]
+    """Return messages as the chat template gets them: without marks, and times that have no effect."""
+    return [
+        {
+            key: value
+            for key, value in message.items()
+            if key not in MARKS and (MESSAGE_KEYS.get(key) != _NO_EFFECT or isinstance(value, str | int | float))
+        }
+        for message in messages
+    ]
 
 
 def with_joined_parts(messages: tuple[Message, ...]) -> tuple[Message, ...]:
