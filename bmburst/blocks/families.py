@@ -4,7 +4,7 @@ The families are LLaMA, Mistral, Qwen2, Qwen3 and MiniCPM.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from bmburst.blocks.family_keys import BY_LAYER, COMMON, EVERY_LAYER, MINICPM, N
 from bmburst.config import check_fields, field
 from bmburst.config.fields import shown
 from bmburst.config.foreign import Key, require_keys
-from bmburst.errors import UserError, require_known
+from bmburst.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +117,12 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
             "the model computes something else\n"
             f"allowed: model_type {', '.join(FAMILIES)}\nfix: {_INSTEAD}"
         )
-    require_known("model_type", name, FAMILIES)
+    _require_supported("model_type", name, FAMILIES)
+    if how := values.get("quantization_config"):
+        raise UserError(
+            f"the weights of this {name} model are quantized: quantization_config {shown(how)}\n"
+            "allowed: null\nfix: the model in 16 or 32 bits; --lora.base 4bit quantizes such a model while it loads it"
+        )
     family = FAMILIES[str(name)]
     require_keys(values, family.known, f"a {name} model", _INSTEAD)
     _require_architecture(values, family)
@@ -158,6 +163,13 @@ def write_settings(
         values |= {"use_sliding_window": on, "sliding_window": sliding_window, "layer_types": [kind] * num_layers}
         values["max_window_layers"] = 0 if on else num_layers
     return values
+
+
+def _require_supported(key: str, value: object, known: Iterable[str]) -> None:
+    """Check a name in config.json. Another name is no slip to correct: it says what the weights compute."""
+    names = sorted(known)
+    if value not in names:
+        raise UserError(f"{key} {shown(value)} is not supported\nallowed: {', '.join(names)}\nfix: {_INSTEAD}")
 
 
 def _require_architecture(values: Mapping[str, Any], family: Family) -> None:
@@ -327,7 +339,7 @@ def read_rope(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None
         UserError: The settings are incomplete or not supported.
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    require_known("rope_type", kind, (*ROPE_KINDS, "default"))
+    _require_supported("rope_type", kind, (*ROPE_KINDS, "default"))
     require_keys(rope, ROTARY, "rotary settings", _INSTEAD)
     if kind == "default":
         return None

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE, STEM = "adapter_config.json", "adapter_model"
 WEIGHTS_FILE = f"{STEM}.safetensors"
+_OLD_FILE = f"{STEM}.bin"  # read where there is no other: of PEFT before 0.6, and safe_serialization=False
 _PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A", ".lora_B")
 _ONE_FILE = 1 << 62  # bytes per part, so that there is one file: PEFT does not read an index
@@ -71,6 +72,7 @@ KEYS: Mapping[str, Key] = {
 """Keys of adapter_config.json that are understood (PEFT's `LoraConfig`)."""
 _PARTS = tuple(f"{'self_attn' if name in ATTENTION_PLACES else 'mlp'}.{name}" for name in TARGETS)
 _INSTEAD = "merge the adapter in PEFT (merge_and_unload), and give the merged model"
+_RENAME = "save it again with PEFT's save_pretrained, of the model without its wrapper, or rename its tensors"
 _MATRIX = re.compile(re.escape(_PREFIX) + r"(?P<module>(?:.+\.)?(?P<name>\w+))\.lora_[AB]\.weight")
 _SAMPLE = "base_sample"  # key in the metadata of our files; PEFT ignores it
 _FOUR_BIT = "base_4bit"  # as _SAMPLE: the dtype of a base that was in 4 bits
@@ -168,6 +170,12 @@ class Adapter:
             )
         if different:
             name = different[0]
+            layers = name[name.find("layers.") :]
+            if name not in wanted and (same := [each for each in wanted if each.endswith(f".{layers}")]):
+                raise UserError(
+                    f"{self.directory} holds {name}, for this model {same[0]}: it was saved from a wrapped model, or "
+                    f"from one with other modalities\nfix: {_RENAME}"
+                )
             said = [list(shape) if (shape := each.get(name)) else "not there" for each in (found, wanted)]
             raise UserError(
                 f"{self.directory} is an adapter of another model: {name} is {said[0]}, for this model {said[1]}\n"
@@ -241,8 +249,9 @@ def open_adapter(directory: Path) -> Adapter:
         raise UserError(f"{path} is no LoRA adapter: its rank r is 0\nfix: an adapter of PEFT's LoraConfig")
     try:
         require_keys(values, KEYS, "an adapter", _INSTEAD)
-        file = open_tensors(directory / WEIGHTS_FILE)
-        sample, four_bit = _notes_in(directory / WEIGHTS_FILE)
+        old = (directory / _OLD_FILE).is_file() and not (directory / WEIGHTS_FILE).is_file()
+        file = open_tensors(directory / (_OLD_FILE if old else WEIGHTS_FILE))
+        sample, four_bit = (None, None) if old else _notes_in(directory / WEIGHTS_FILE)
         saved = tuple(values.get("modules_to_save") or ())
         lora = LoRAConfig(
             rank=rank,
@@ -289,6 +298,11 @@ def _targets(given: object, file: TensorFile, saved: tuple[str, ...]) -> tuple[s
         if (found := _MATRIX.fullmatch(stored)) is None:
             if any(stored.removesuffix(".weight").endswith(each) for each in saved):
                 continue
+            if ".lora_A." in stored or ".lora_B." in stored:
+                raise UserError(
+                    f"the adapter holds {stored}, which PEFT does not save under this name\n"
+                    f"allowed: {_PREFIX}MODULE.lora_A.weight, and so for lora_B\nfix: {_RENAME}"
+                )
             raise UserError(
                 f"the adapter holds {stored.removeprefix(_PREFIX)}, which is no matrix of LoRA: embeddings, heads and "
                 "biases beside the adapters are not supported unless modules_to_save names them\n"

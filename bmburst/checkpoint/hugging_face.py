@@ -183,7 +183,7 @@ def check_weights(directory: str | Path, config: LlamaConfig) -> Mapping[str, Te
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in files]
     if missing:
-        raise UserError(f"{directory} lacks {_some(missing)}\nfix: the complete weights of the causal LM")
+        raise UserError(f"{directory} lacks {_some(missing)}{_instead(missing[0], files)}")
     derived = [name for name in files if name.endswith(FREQUENCIES)]
     compared = (*derived, *([HEAD] if config.tie_embeddings else []))  # `with_own_head` compares the head
     if extra := [name for name in files if name not in expected and name not in compared]:
@@ -192,6 +192,12 @@ def check_weights(directory: str | Path, config: LlamaConfig) -> Mapping[str, Te
         )
     for name, shape in expected.items():
         found = files[name].shapes[name]
+        if not prod(found):
+            raise UserError(
+                f"{name} in {directory} has no numbers, as files of ZeRO-3 or FSDP that were saved without gathering\n"
+                "fix: save the model again with gathered weights (stage3_gather_16bit_weights_on_model_save, "
+                "FULL_STATE_DICT), or convert its shards: zero_to_fp32.py, accelerate merge-weights"
+            )
         if found != shape:
             raise UserError(
                 f"{name} in {directory} has shape {list(found)}, its config.json says {list(shape)}\n"
@@ -381,16 +387,41 @@ def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None
 
 
 def _open(directory: Path) -> dict[str, TensorFile]:
-    """Open the weight files of a directory, and return a map from tensor name to open file."""
+    """Open the weight files of a directory, and return a map from tensor name to open file.
+
+    transformers reads model.safetensors where an index lists other files too, other programs read those of the index:
+    so both must hold the same.
+    """
     for name in _FILES:  # safetensors first: it needs no pickle
         path = directory / name
         if not path.exists():
             continue
         parts = sorted(parts_of(path)) if name.endswith(_INDEX) else [name]
+        if (index := directory / f"{name}{_INDEX}").exists():
+            parts += sorted(part for part in parts_of(index) - {name} if (directory / part).exists())
         return joined(directory, {part: open_tensors(directory / part) for part in parts})
+    if parts := sorted(path.name for path in directory.glob("*-of-*") if path.suffix in (".safetensors", ".bin")):
+        raise UserError(
+            f"{directory} has {_some(parts)}, and no index that says which file has which tensor\n"
+            f"fix: copy {_FILES[1]} or {_FILES[3]} of the same model there too"
+        )
     raise UserError(
         f"no weights in {directory}\nallowed: {', '.join(_FILES)}\nfix: give the directory that has one of them"
     )
+
+
+def _instead(name: str, files: Mapping[str, TensorFile]) -> str:
+    """Return what a directory has in the place of a weight, and what to do."""
+    if adapters := [each for each in files if ".base_layer." in each or ".lora_A" in each]:
+        return f", and has {_some(adapters)}: adapters that are not merged\nfix: merge them in PEFT (merge_and_unload)"
+    end = name.removeprefix("model.")
+    if like := [each for each in files if each == end or each.endswith(f".{end}")]:
+        there, here = like[0].removesuffix(end), name.removesuffix(end)
+        return (
+            f", and has {like[0]} in its place\nfix: save the model without its wrapper, or as a causal LM of text "
+            f"alone; or rename its tensors: '{here}' for '{there}' at the beginning"
+        )
+    return "\nfix: the complete weights of the causal LM"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -20,8 +20,10 @@ from bmburst.data.messages import (
     Message,
     for_template,
     is_learned,
+    short,
     unread,
     unread_role,
+    unwritten,
     with_joined_parts,
     written_as_data,
 )
@@ -32,7 +34,7 @@ from bmburst.errors import UserError, first_line
 from bmburst.record_format import RecordFormat
 
 Mask = npt.NDArray[np.bool_]
-ANSWERS_VERSION = 3
+ANSWERS_VERSION = 4
 """Version of the rules that read records and find answers. Cached tokens of another version are made again."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPTION = "--chat-template NAME|FILE, in bmburst train --data.chat_template NAME|FILE"
@@ -122,6 +124,36 @@ class ChatTemplate:
             )
         return text
 
+    def whole(self, name: str, messages: tuple[Message, ...], /, **options: Any) -> str:
+        """Return the text of a whole conversation, as `rendered`.
+
+        Raises:
+            UserError: As `rendered`, or the template leaves out the text of a message.
+        """
+
+        def render(others: tuple[Message, ...]) -> str | None:
+            try:
+                return str(self.applied(name, others, tokenize=False, **options))
+            except UserError:
+                return None
+
+        text = self.rendered(name, messages, **options)
+        if (found := unwritten(text, messages, render)) is not None:
+            number, part = found
+            role, content = messages[number - 1]["role"], messages[number - 1]["content"]
+            known = SPEAKERS.get(role.lower(), role)
+            if part.startswith("parts"):
+                fix = "write the content as text"
+            elif known != role:
+                fix = f"write the role as '{known}': --roles {role}={known}, in bmburst train --data.roles"
+            else:
+                fix = "write calls as tool_calls of the assistant, other messages in a role that the template names"
+            raise UserError(
+                f"{name}: the chat template leaves out {part}, as in message {number}: {short(content)}\n"
+                f"allowed: messages that the template writes\nfix: {fix}, or give a template that writes them"
+            )
+        return text
+
     def applied(self, name: str, messages: tuple[Message, ...], /, **options: Any) -> Any:
         """Return what `apply_chat_template` returns for messages, without marks, with "?" for unpaired surrogates.
 
@@ -130,8 +162,8 @@ class ChatTemplate:
         Raises:
             UserError: The template rejects the messages, or fails.
         """
-        options["tools"] = _valid(options.get("tools"))
         try:
+            options["tools"] = _valid(options.get("tools"))
             return self.tokenizer.apply_chat_template(_valid(for_template(messages)), **options)
         except Exception as error:  # from jinja2, or any error raised by the template's code
             raise refusal(name, error, messages) from error
@@ -155,11 +187,11 @@ class ChatTemplate:
         continues = messages[-1]["role"] == "assistant"
         how = {"add_generation_prompt": not continues, "continue_final_message": continues, "tools": tools, **options}
         try:
-            return self.rendered(name, messages, **how)
+            return self.whole(name, messages, **how)
         except UserError:  # for example because it adds a list to a text
             if not any(isinstance(message.get("content"), list) for message in messages):
                 raise
-            return self.rendered(name, with_joined_parts(messages), **how)
+            return self.whole(name, with_joined_parts(messages), **how)
 
 
 class RecordEncoder:
@@ -235,7 +267,7 @@ class RecordEncoder:
             )
         if record.messages is not None:
             ids, answers, size = self._conversation(record)
-            text = json.dumps([record.messages, record.tools, record.template_options], sort_keys=True)
+            text = json.dumps([record.messages, record.tools, record.template_options], sort_keys=True, default=str)
         elif record.segments is not None:
             parts = [self.tokenizer.encode_prompt(each, add_special_tokens=False) for _, each in record.segments]
             labels = [label for label, _ in record.segments]
@@ -296,7 +328,7 @@ class RecordEncoder:
             answers = _covered(out, spans)
             size = sum(len(text[begin:end].encode("utf-8", "replace")) for begin, end in spans)
             return np.array(out["input_ids"], np.int64), answers, size
-        text = template.rendered(record.name, messages, **options)
+        text = template.whole(record.name, messages, **options)
         ids, answers = self._marked(template, record.name, messages, options)
         if "assistant" not in self._learned_roles:
             answers[:] = False
@@ -357,7 +389,7 @@ class RecordEncoder:
         def rendered(count: int, *, asks: bool) -> str:
             return template.rendered(record.name, messages[:count], add_generation_prompt=asks, **options)
 
-        whole, spans = rendered(len(messages), asks=False), []
+        whole, spans = template.whole(record.name, messages, add_generation_prompt=False, **options), []
         special = tuple(t.content for t in template.tokenizer.added_tokens_decoder.values() if t.special)
         for index, message in enumerate(messages):
             role = message["role"]
@@ -402,7 +434,11 @@ def _starts(mask: Mask) -> Mask:
 
 
 def _valid(value: Any) -> Any:
-    """Return a value of JSON with "?" for unpaired surrogates in its texts, which UTF-8 cannot encode."""
+    """Return a value of JSON with "?" for unpaired surrogates in its texts, which UTF-8 cannot encode.
+
+    Raises:
+        TypeError: It is no value of JSON: transformers would write a time of Parquet as "<datetime>".
+    """
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()

@@ -30,10 +30,12 @@ _SPLITS = ("data", "train")  # keys of an object that holds the rows: the field 
 _ARRAY = re.compile(r"\s*\[\s*(?=\{)")
 _WORD = re.compile(r"[^ \t\r\n]")
 _SHOWN = 5  # bad lines that a message names
+_FROM_ARROW = "give the folder that save_to_disk wrote, or write Parquet: datasets.Dataset.from_file(...).to_parquet"
 # First bytes of files that must be converted first: what they are, and how to convert them.
 _PACKED = {
     b"PK\x03\x04": ("a zip archive", "unzip it"),
     b'\x04"M\x18': ("compressed with lz4", "unlz4 it"),
+    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), ("an Arrow file", _FROM_ARROW)),
 }
 
 
@@ -304,7 +306,7 @@ def _text(text_field: str, name: str, value: Any) -> str:
 
 
 def _short(value: object) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)  # Parquet has bytes, times and decimals too
     return text if len(text) <= 40 else text[:37] + "..."
 
 

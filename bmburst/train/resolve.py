@@ -37,6 +37,7 @@ from bmburst.train.sources import (
 )
 
 CONFIG_FILE = "config.json"
+_LONGEST = "max_position_embeddings"
 _RECORD_FIELDS = frozenset(each.name for each in dataclasses.fields(RecordFormat))
 # Not part of a run's config.json, so that it can start another run.
 _OF_ONE_CALL = ("output", "resume")
@@ -95,7 +96,11 @@ def resolve(
     _follow_model(given, below, above)
     set_defaults_of_data(given)
     _set_default_of_stages(given)
-    return build_config(TrainConfig, overlay({"model": _base_model(given)}, given))
+    base = _base_model(given)
+    values = overlay({"model": base}, given)
+    if given.get("init_from") is not None and base:
+        _set_trained_length(values["model"], base)
+    return build_config(TrainConfig, values)
 
 
 def given_names(files: tuple[Path, ...], options: Mapping[str, Any]) -> set[str]:
@@ -343,6 +348,15 @@ def _base_model(given: Mapping[str, Any]) -> dict[str, Any]:
         # head_dim is derived from hidden_size and num_heads, and one of them may be overridden.
         del values["head_dim"]
     return values
+
+
+def _set_trained_length(model: dict[str, Any], base: Mapping[str, Any]) -> None:
+    """Let dynamic scaling begin at the length of the weights, if max_position_embeddings is set above it."""
+    scaling, trained, longest = model.get("rope_scaling"), base[_LONGEST], model.get(_LONGEST)
+    if not isinstance(scaling, dict) or scaling.get("kind") != "dynamic" or not isinstance(longest, int):
+        return
+    if scaling.get("original_max_position_embeddings") is None and longest > trained:
+        scaling["original_max_position_embeddings"] = trained
 
 
 def _at(values: Any, name: str) -> Any:

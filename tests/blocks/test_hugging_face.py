@@ -1,6 +1,7 @@
 """Files of Hugging Face directories, good and bad: what needs no ranks."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,32 @@ def _change(name: str, weight: Tensor | None) -> Callable[[Path], None]:
         if weight is None:
             del weights[name]
         save_file(weights, folder / "model.safetensors")
+
+    return change
+
+
+def _named(prefix: str, wrapped: str = "") -> Callable[[Path], None]:
+    """Weights under names with another prefix, and perhaps within a layer of PEFT."""
+
+    def change(folder: Path) -> None:
+        weights = tiny.weights(CONFIG).items()
+        renamed = {re.sub("^model.", prefix, name).replace("_proj", f"_proj{wrapped}"): each for name, each in weights}
+        save_file(renamed, folder / "model.safetensors")
+
+    return change
+
+
+def _other_parts(*, alone: bool) -> Callable[[Path], None]:
+    """Weights of another model in parts: alone without their index, or indexed beside the model."""
+
+    def change(folder: Path) -> None:
+        part, other = "model-00001-of-00001.safetensors", tiny.weights(CONFIG, seed=1)
+        save_file(other, folder / part)
+        if alone:
+            (folder / "model.safetensors").unlink()
+        else:
+            index = {"weight_map": dict.fromkeys(other, part)}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
     return change
 
@@ -237,7 +264,14 @@ OWN = "allowed: .safetensors files in its own directory | fix: "
         (_truncate, "model.safetensors | fix: | truncated"),
         (_text("model.safetensors", ""), "model.safetensors | fix: | truncated"),
         (_text("model.safetensors", "x" * 5000), "model.safetensors | fix: | truncated"),
-        (_change("model.norm.weight", None), "lacks | model.norm.weight | fix: "),
+        (_change("model.norm.weight", None), "lacks | model.norm.weight | fix: the complete"),
+        (_named("model.language_model."), "lacks | has model.language_model.embed_tokens | 'model.' for 'model.lang"),
+        (_named("_orig_mod.model."), "lacks | has _orig_mod.model.embed_tokens.weight | without its wrapper | rename"),
+        (_named(""), "lacks | has embed_tokens.weight in its place | rename its tensors: 'model.' for ''"),
+        (_named("base_model.model.model.", ".base_layer"), "lacks | has base_model | not merged | merge_and_unload"),
+        (_change("model.norm.weight", torch.zeros(0)), "model.norm.weight | no numbers | ZeRO-3 | fix: save"),
+        (_other_parts(alone=True), "has model-00001-of-00001.safetensors | no index | fix: copy model.safetensors.ind"),
+        (_other_parts(alone=False), "model.safetensors differs from | model-00001-of-00001.safetensors | remove"),
         (
             _change("model.layers.2.mlp.up_proj.weight", torch.zeros(2)),
             "model.layers.2.mlp.up_proj.weight | fix: ",

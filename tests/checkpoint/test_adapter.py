@@ -185,6 +185,40 @@ def test_targets_that_are_not_those_of_the_file(tmp_path: Path, base: Path, give
         open_merged(folder, base)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (".weight", ".default.weight", "lora_A.default.weight | does not save under this name"),
+        (
+            "base_model.model.",
+            "",
+            "holds model.layers.0.self_attn.q_proj.lora_A.weight | not save under this name",
+        ),
+        (
+            "model.layers",
+            "model.language_model.layers",
+            "base_model.model.model.language_model.layers | other mod",
+        ),
+        (".model.model", ".model._orig_mod.model", "_orig_mod.model.layers | saved from a wrapped model"),
+    ],
+)
+def test_names_that_peft_does_not_save(tmp_path: Path, base: Path, old: str, new: str, words: str) -> None:
+    """PEFT leaves all but the first out with a warning, and merges nothing: so its merge is no advice here."""
+    folder = _adapter(tmp_path / "adapter", base)
+    path = folder / "adapter_model.safetensors"
+    save_file({name.replace(old, new, 1): each for name, each in load_file(path).items()}, path)
+    with refused(words, "save_pretrained", "rename") as caught:
+        open_merged(folder, base)
+    assert "merge_and_unload" not in str(caught.value)
+
+
+def test_an_adapter_in_a_file_of_torch(tmp_path: Path, base: Path) -> None:
+    folder = _adapter(tmp_path / "adapter", base)
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+    _require_pefts(folder, base)
+
+
 def test_weights_beside_the_adapters(tmp_path: Path, base: Path) -> None:
     """PEFT adds a resized embedding to the file, without a word in adapter_config.json."""
     folder = tmp_path / "adapter"

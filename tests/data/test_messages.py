@@ -14,13 +14,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from bmburst.data import load_tokenizer, open_corpus
-from bmburst.data.chat import RecordEncoder
+from bmburst.data.chat import ChatTemplate, RecordEncoder
 from bmburst.data.messages import MARKS, MESSAGE_KEYS, SPEAKERS
 from bmburst.data.records import RECORD_KEYS, UNSUPPORTED, read_records
 from bmburst.data.sources import find_sources
 from tests import chat
 from tests.refusals import refused
 
+ROLES = ("system", "user", "assistant", "tool")
 TURNS = chat.conversation("hi", "one \u4e16", "more", "two", "last", "three")
 CALLS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role + '\n' }}{{ m.content }}"
@@ -166,6 +167,25 @@ def test_arguments_and_contents_that_a_template_quotes_are_refused(tmp_path):
         for each in (parts, "a")
     )
     assert found.ids.tolist() == same.ids.tolist()
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["prefixes", "marked"])
+def test_messages_that_a_template_leaves_out_are_refused(tmp_path, marked):
+    """Qwen3's template writes contents that are lists as nothing, and knows no developer."""
+    known = (chat.MARKED.split("{% endif %}", 1)[1] if marked else chat.PLAIN.split("%}", 1)[1]).rpartition("{% endfor")
+    text = known[0].replace("m.content +", "(m.content if m.content is string else '') +")
+    template = f"{{% for m in messages %}}{{% if m.role in {ROLES!r} %}}{text}{{% endif %}}{''.join(known[1:])}"
+    parts = [{"type": "text", "text": "ab"}]
+    assert len(encode(tmp_path, {"messages": TURNS}, template=template)) == 1
+    with refused("x.jsonl:1: ", "leaves out parts of the content", "message 1", "fix: write the content as text"):
+        encode(tmp_path, {"messages": [{"role": "user", "content": parts}, TURNS[1]]}, template=template)
+    for role, fix in (("developer", "--roles developer=system"), ("tool_call", "write calls as tool_calls")):
+        with refused("x.jsonl:1: ", f"leaves out messages of the role '{role}'", "message 1", fix):
+            encode(tmp_path, {"messages": [{"role": role, "content": "s"}, *TURNS]}, template=template)
+    reader = ChatTemplate(load_tokenizer(str(tmp_path / "t")))  # servers of OpenAI's API join parts for such templates
+    assert reader.prompt("x", ({"role": "user", "content": parts},), None, {}) == reader.prompt(
+        "x", ({"role": "user", "content": "ab"},), None, {}
+    )
 
 
 def test_every_bad_line_is_named_also_those_that_the_template_refuses(tmp_path):

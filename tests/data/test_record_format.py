@@ -1,5 +1,6 @@
 """Records with a user's columns, fields, roles and weights give the tokens of the same records with our names."""
 
+import datetime
 import json
 from dataclasses import fields, replace
 
@@ -195,6 +196,17 @@ def test_parquet_and_data_sets_give_the_tokens_of_the_same_lines(tmp_path, monke
     read: list[int] = []
     assert len(list(read_records(find_sources([tmp_path / "x.parquet"]), form=form, on_read=read.append))) == 2
     assert sum(read) == (tmp_path / "x.parquet").stat().st_size
+    timed = [{**turn, "timestamp": datetime.datetime(2026, 1, 1)} for turn in WEIRD]  # a key without effect
+    parquet.write_table(pyarrow.Table.from_pylist([{**rows[0], "dialog": timed}, rows[1]]), tmp_path / "timed.parquet")
+    assert opened(tmp_path / "timed.parquet").tokens.tolist() == file.tokens.tolist()
+    timed[-1] |= {"tool_calls": [{"function": {"name": "f", "arguments": {"at": timed[0]["timestamp"]}}}]}
+    parquet.write_table(pyarrow.Table.from_pylist([{"dialog": timed}]), tmp_path / "called.parquet")
+    calling = str(chat.directory(tmp_path / "calling", chat.PLAIN + "{{ messages[-1].tool_calls }}"))
+    with refused("called.parquet:1: ", "datetime is not JSON", "fix: "):
+        open_corpus(tmp_path / "called.parquet", calling, tmp_path / "cache", form=form)
+    parquet.write_table(pyarrow.table({"text": [b"binary"]}), tmp_path / "bytes.parquet")
+    with refused("bytes.parquet:1: field 'text' must be a string, got", "binary", "fix: "):
+        open_corpus(tmp_path / "bytes.parquet", tokenizer, tmp_path / "cache")
     monkeypatch.setitem(sys.modules, "datasets", None)
     for path in ("set", "splits"):
         (tmp_path / path / "state.json").touch()

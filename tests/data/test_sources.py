@@ -250,6 +250,7 @@ def test_what_must_be_unpacked_or_converted_says_how(tmp_path):
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99)[:-20], ["damaged or cut off", "download"]),
         ("b.jsonl.zst", pyarrow.compress(b'{"text": "a"}' * 99, "zstd", asbytes=True)[:-9], ["b.jsonl.zst"]),
         ("a.parquet", b"PAR1\x15\0", ["Parquet", "JSONL"]),
+        ("a.arrow", b"\xff\xff\xff\xff\xf0\0\0\0", ["Arrow file", "save_to_disk", "to_parquet"]),
     ):
         (tmp_path / name).write_bytes(data)
         refuse(tmp_path / name, words=[name, *words])

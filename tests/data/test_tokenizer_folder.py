@@ -72,7 +72,11 @@ FOLDERS = {
             ]
         }
     },
-    "templates in a folder": {"config": PLAIN, "chat_template.jinja": chat.PLAIN, "tool_use": "{{ 'T' }}{{ tools }}"},
+    "templates in a folder": {
+        "config": PLAIN,
+        "chat_template.jinja": chat.PLAIN,
+        "tool_use": "{{ 'T' }}{{ tools }}" + chat.PLAIN,
+    },
     "no effect": {
         "config": {"add_bos_token": True, "add_eos_token": True, "model_max_length": 7, "padding_side": "left"}
     },

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.data import open_corpus
 from bmburst.train.config import (
@@ -115,6 +116,19 @@ def test_init_from_brings_its_model_and_takes_rope_scaling(tmp_path):
     assert config.model.rope_scaling is not None
     path = write_run_config(config, tmp_path / "run")
     assert resolve((path,)) == config
+    values = model.to_hugging_face() | {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    for case, more in (
+        ("weights without scaling", {"model.rope_scaling.kind": "dynamic", "model.rope_scaling.factor": "2"}),
+        ("weights with dynamic scaling", {}),
+    ):
+        if not more:
+            write(folder / "config.json", values)
+        given = {name: each for name, each in scaled.items() if "rope_scaling" not in name} | more
+        found = resolve((), given).model
+        assert found.rope_scaling == RopeScaling(
+            kind="dynamic", factor=2.0, original_max_position_embeddings=model.max_position_embeddings
+        ), case
+        assert found.max_position_embeddings == 2048
 
 
 def test_text_is_read_with_the_tokenizer_of_the_model_that_a_run_starts_from(tmp_path, monkeypatch):
@@ -151,7 +165,7 @@ def test_init_from_that_cannot_work_is_refused(tmp_path):
     says(refusal_of(check_paths, config), "no weights | model.safetensors")
     other, _ = hugging_face(tmp_path / "gemma", model_type="gemma")
     text = refusal_of(resolve, (), {"init_from": str(other)})
-    says(text, other / "config.json", "model_type", "'gemma'", "known: ")
+    says(text, other / "config.json", "model_type", "'gemma'", "allowed: ", "fix: train it in transformers")
     (other / "config.json").write_text("{")
     says(refusal_of(resolve, (), {"init_from": str(other)}), "config.json | JSON | fix: ")
     (other / "config.json").write_text("[]")
