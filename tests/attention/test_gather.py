@@ -205,13 +205,13 @@ class Idle:
     def __init__(self, log):
         self.log = log
 
-    def forward(self, q, k, _, *, pattern, into=None, **__):
-        self.note(q, k, pattern)
+    def forward(self, q, k, _, scoring, into=None):
+        self.note(q, k, scoring.pattern)
         into = into or Partial(torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1]))
         return Partial(*(result.zero_() for result in into))
 
-    def backward(self, given, *, pattern, into, **_):
-        self.note(given.q, given.k, pattern)
+    def backward(self, given, scoring, *, into, **_):
+        self.note(given.q, given.k, scoring.pattern)
         for gradient in into:
             gradient.zero_()
 

@@ -21,8 +21,7 @@ from bmburst.mesh import Mesh
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import SequenceShard
-from bmburst_ops.flash import BackwardInputs, Gradients, Kernel, Partial
-from bmburst_ops.pattern import Pattern
+from bmburst_ops.flash import BackwardInputs, Gradients, Kernel, Partial, Scoring
 from tests import tiny
 
 TOKENS = 37  # odd, and padded on 2 and 4 ranks
@@ -368,16 +367,16 @@ class _Noting:
     def __init__(self, kernel: Kernel, noted: list[Any]) -> None:
         self._kernel, self._noted = kernel, noted
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, **options: Any) -> Partial:
-        self._note(q, k, pattern)
-        return self._kernel.forward(q, k, v, pattern=pattern, **options)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, **options: Any) -> Partial:
+        self._note(q, k, scoring)
+        return self._kernel.forward(q, k, v, scoring, **options)
 
-    def backward(self, given: BackwardInputs, *, pattern: Pattern, **options: Any) -> Gradients:
-        self._note(given.q, given.k, pattern)
-        return self._kernel.backward(given, pattern=pattern, **options)
+    def backward(self, given: BackwardInputs, scoring: Scoring, **options: Any) -> Gradients:
+        self._note(given.q, given.k, scoring)
+        return self._kernel.backward(given, scoring, **options)
 
-    def _note(self, q: Tensor, k: Tensor, pattern: Pattern) -> None:
-        self._noted.append((list(q.shape), list(k.shape), sorted(pattern.needs)))
+    def _note(self, q: Tensor, k: Tensor, scoring: Scoring) -> None:
+        self._noted.append((list(q.shape), list(k.shape), sorted(scoring.pattern.needs)))
 
 
 def _compiled() -> list[Any]:

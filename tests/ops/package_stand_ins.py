@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, ReferenceKernel
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, ReferenceKernel, Scoring
 from bmburst_ops.flash.fa2_fa3 import FlashAttention2Kernel, FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
 from bmburst_ops.flash.inputs import is_aligned
@@ -19,7 +19,7 @@ def pattern_of(causal):
 def attend(q, k, v, scale, causal, softcap=0.0):
     """A package's forward: everything aligned, results in the dtype of q; a softcap of 0 is none."""
     assert all(is_aligned(t) for t in (q, k, v))
-    out, lse = ReferenceKernel().forward(q, k, v, pattern=pattern_of(causal), scale=scale, softcap=softcap or None)
+    out, lse = ReferenceKernel().forward(q, k, v, Scoring(pattern_of(causal), scale, softcap or None))
     return out.to(q.dtype), lse
 
 
@@ -28,9 +28,8 @@ def differentiate(dout, q, k, v, lse, delta, scale, causal, into, softcap=0.0):
     assert all(is_aligned(t) and t.dtype is q.dtype for t in (dout, q, k, v, *into))
     assert lse.shape == delta.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert lse.dtype is delta.dtype is torch.float32
-    options = {"pattern": pattern_of(causal), "scale": scale, "deterministic": True, "into": Gradients(*into)}
-    options["softcap"] = softcap or None
-    ReferenceKernel().backward(BackwardInputs(dout, q, k, v, lse, delta), **options)
+    given, scoring = BackwardInputs(dout, q, k, v, lse, delta), Scoring(pattern_of(causal), scale, softcap or None)
+    ReferenceKernel().backward(given, scoring, deterministic=True, into=Gradients(*into))
 
 
 def check_statistic_memory(lse, shape):

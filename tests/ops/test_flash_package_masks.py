@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Gradients, ReferenceKernel, Segments
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Gradients, ReferenceKernel, Scoring, Segments
 from bmburst_ops.flash.fa2_fa3 import FlashAttention2Kernel, FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
 from bmburst_ops.flash.inputs import is_aligned
@@ -67,7 +67,7 @@ class StandIn:
         self.softcaps.add(softcap or None)
         assert all(is_aligned(t) for t in (q, k, v))
         four = [t if t.ndim == 4 else t[None] for t in (q, k, v)]
-        result, lse = ReferenceKernel().forward(*four, pattern=pattern, scale=scale, softcap=softcap or None)
+        result, lse = ReferenceKernel().forward(*four, Scoring(pattern, scale, softcap or None))
         blind = ~visible(pattern, four[0].shape[1], four[1].shape[1]).any(1)
         result[:, blind], lse[:, :, blind] = torch.nan, torch.inf
         result, lse = (t if q.ndim == 4 else t[0] for t in (result.to(q.dtype), lse))
@@ -84,8 +84,8 @@ class StandIn:
         if q.ndim == 3:
             assert lse.shape == delta.shape == (q.shape[1], q.shape[0])
         assert lse.isfinite().all() and delta.isfinite().all()
-        options = {"pattern": pattern, "scale": scale, "deterministic": True, "into": Gradients(*four[6:])}
-        ReferenceKernel().backward(BackwardInputs(*four[:6]), softcap=softcap or None, **options)
+        given, scoring = BackwardInputs(*four[:6]), Scoring(pattern, scale, softcap or None)
+        ReferenceKernel().backward(given, scoring, deterministic=True, into=Gradients(*four[6:]))
         mask = visible(pattern, four[1].shape[1], four[2].shape[1])
         for gradient, seen in zip(four[6:], (mask.any(1), mask.any(0), mask.any(0)), strict=True):
             gradient[:, ~seen] = torch.nan

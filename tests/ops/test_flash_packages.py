@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, kernels_on, select_kernel
+from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, Scoring, kernels_on, select_kernel
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
 from bmburst_ops.flash.inputs import aligned, is_aligned
@@ -72,10 +72,10 @@ def test_fa4_writes_where_it_can(monkeypatch):
     written = []
     kernel = install(monkeypatch, *fa4([], written))
     q = torch.randn(2, 5, 2, 16).bfloat16()
-    lse = kernel.forward(q, q, q, pattern=CAUSAL, scale=1.0).lse
+    lse = kernel.forward(q, q, q, Scoring(CAUSAL, 1.0)).lse
     assert written == [(None, None)]
     for out, writes in ((some_heads(q), True), (one_number_off(q), False), (torch.empty(q.shape), False)):
-        kernel.forward(q, q, q, pattern=CAUSAL, scale=1.0, into=Partial(out, torch.empty_like(lse)))
+        kernel.forward(q, q, q, Scoring(CAUSAL, 1.0), into=Partial(out, torch.empty_like(lse)))
         assert written[-1][0] is (out if writes else None)
     for statistic, writes in (
         (some_statistics(torch.zeros_like(lse)), True),  # rows that start at any number
@@ -84,7 +84,7 @@ def test_fa4_writes_where_it_can(monkeypatch):
         (every_second(torch.zeros_like(lse)), False),
         (torch.zeros(2, 5, 2).mT, False),
     ):
-        part = kernel.forward(q, q, q, pattern=CAUSAL, scale=1.0, into=Partial(torch.empty_like(q), statistic))
+        part = kernel.forward(q, q, q, Scoring(CAUSAL, 1.0), into=Partial(torch.empty_like(q), statistic))
         assert written[-1][1] is (statistic if writes else None)
         assert part.lse is statistic and torch.equal(statistic.float(), lse)
 
@@ -94,13 +94,13 @@ def test_torch_gives_results_where_asked(monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", lambda *_, **__: (3 * q, 4 * q, 5 * q))
     q = torch.randn(1, 5, 2, 16).bfloat16()
     out, *into = (some_heads(torch.zeros_like(q)) for _ in range(4))
-    kernel, options = TorchKernel(), {"pattern": CAUSAL, "scale": 1.0}
+    kernel, scoring = TorchKernel(), Scoring(CAUSAL, 1.0)
     statistic = torch.randn(1, 2, 5)
     targets = Partial(out, some_statistics(torch.zeros_like(statistic)))
-    assert_same(kernel.forward(q, q, q, **options, into=targets), targets)
+    assert_same(kernel.forward(q, q, q, scoring, targets), targets)
     assert torch.equal(out, q) and torch.equal(targets.lse, 2 * statistic)
     given = BackwardInputs(q, q, q, q, statistic, statistic)
-    gradients = kernel.backward(given, **options, deterministic=False, into=Gradients(*into))
+    gradients = kernel.backward(given, scoring, deterministic=False, into=Gradients(*into))
     assert_same(gradients, into)
     assert all(torch.equal(t, n * q) for n, t in enumerate(into, 3))
 
@@ -171,7 +171,7 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     q = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16)
     with refused("'fa3' | flash_attn_interface | cannot be imported", error=KernelError):
-        FlashAttention3Kernel().forward(q, q, q, pattern=CAUSAL, scale=1.0)
+        FlashAttention3Kernel().forward(q, q, q, Scoring(CAUSAL, 1.0))
 
 
 def query(head_dim=128, dtype=torch.bfloat16, heads=2, **_):
@@ -312,17 +312,17 @@ def test_who_takes_two_widths_of_shared_kv_heads(installed, name, pads):
 def test_backward_never_breaks_the_promise_of_equal_bits(kernel):
     q, lse = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
     with refused(f"kernel '{kernel.name}' | deterministic backward", error=KernelError):
-        kernel.backward(BackwardInputs(q, q, q, q, lse, lse), pattern=CAUSAL, scale=1.0, deterministic=True)
+        kernel.backward(BackwardInputs(q, q, q, q, lse, lse), Scoring(CAUSAL, 1.0), deterministic=True)
 
 
 @pytest.mark.parametrize("kernel", [CudnnKernel(), TorchKernel(), CpuKernel()], ids=lambda kernel: kernel.name)
 def test_a_kernel_without_a_softcap_never_leaves_it_out(kernel):
     q, lse = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
-    options = {"pattern": CAUSAL, "scale": 1.0, "softcap": 50.0}
+    scoring = Scoring(CAUSAL, 1.0, 50.0)
     with refused(f"kernel '{kernel.name}' | logit softcapping", error=KernelError):
-        kernel.forward(q, q, q, **options)
+        kernel.forward(q, q, q, scoring)
     with refused(f"kernel '{kernel.name}' | logit softcapping", error=KernelError):
-        kernel.backward(BackwardInputs(q, q, q, q, lse, lse), deterministic=False, **options)
+        kernel.backward(BackwardInputs(q, q, q, q, lse, lse), scoring, deterministic=False)
 
 
 @pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn", "fa2"])
