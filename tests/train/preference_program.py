@@ -137,7 +137,6 @@ def train(folder: Path, case: Case) -> None:
     step = objective.begin(batch)
     for part in batch.micro_batches(case.micro):
         manager.backward(step.forward(part))
-    assert step.rewards is not None
     seen["exact"] = [mesh.sum(float(each)) / mesh.shape.size for each in (step.share, *step.rewards)]
     # A frozen weight has no gradient on any rank.
     trained = [s for s in shards if not case.lora or ".lora_" in s.name]
