@@ -15,7 +15,7 @@ from bmburst_ops.linears import linears
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 from bmburst_ops.rotary import apply_rotary
 from bmburst_ops.swiglu import swiglu
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks
 from tests.ops.biased_oracle import draw, draw_ant
 from tests.ops.test_biased import ours
 from tests.refusals import refused
@@ -55,16 +55,14 @@ CALLS = {
 
 @pytest.mark.parametrize("name", [*CALLS, "biased"])
 @pytest.mark.parametrize("loss", [torch.sum, lambda out: out.square().sum()], ids=["linear", "square"])
-def test_a_graph_of_gradients_is_refused(name, loss):
-    def body(comm):
-        q = random(1, 6, 2, 8)
-        out, q = biased(comm) if name == "biased" else (CALLS[name](q, comm), q)
-        gradient = partial(torch.autograd.grad, loss(out), q, retain_graph=True)
-        with refused("create_graph=True", "allowed: create_graph=False", "fix: ", "plain torch", error=ValueError):
-            gradient(create_graph=True)
-        assert gradient()[0].isfinite().all()
-
-    run_ranks(1, body)
+@on_ranks(1)
+def test_a_graph_of_gradients_is_refused(comm, name, loss):
+    q = random(1, 6, 2, 8)
+    out, q = biased(comm) if name == "biased" else (CALLS[name](q, comm), q)
+    gradient = partial(torch.autograd.grad, loss(out), q, retain_graph=True)
+    with refused("create_graph=True", "allowed: create_graph=False", "fix: ", "plain torch", error=ValueError):
+        gradient(create_graph=True)
+    assert gradient()[0].isfinite().all()
 
 
 def test_every_function_of_ours_refuses():

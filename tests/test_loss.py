@@ -22,7 +22,6 @@ def test_no_valid_label_in_the_world_is_zero_not_nan(none: int | torch.Tensor) -
     mean = global_mean(total, none, 2)
     mean.backward()
     assert mean.item() == 0
-    assert total.grad is not None
     assert torch.isfinite(total.grad)
 
 
@@ -87,8 +86,6 @@ def test_logprobs_equal_log_softmax(dtype: torch.dtype, chunk: int) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=min(tolerance, 1e-5), atol=1e-12)
     assert (found[~real] == 0).all()
     for ours, theirs in zip((hidden, weight), wide, strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
         assert ours.grad.dtype == dtype
         scale = float(theirs.grad.abs().max())
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=tolerance, atol=tolerance * scale)
@@ -124,7 +121,6 @@ def test_no_token_and_no_factor() -> None:
     assert token_logprobs(hidden[:, :0], weight, labels[:, :0]).shape == (2, 0)
     token_logprobs(hidden, weight, labels).mul(0).sum().backward()
     for each in (hidden, weight):
-        assert each.grad is not None
         assert (each.grad == 0).all()
 
 

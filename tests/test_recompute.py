@@ -11,7 +11,7 @@ from bmburst.recompute import checkpoint, is_recomputing
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import POLICIES, BlockBytes, Policy
 from tests.attention.counting import count_forward
-from tests.distributed.threads import mesh_of, run_ranks
+from tests.distributed.threads import mesh_of, on_ranks, run_ranks
 from tests.live_bytes import LiveBytes
 from tests.refusals import refused
 
@@ -72,34 +72,31 @@ def _plain(comm):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_calls_are_never_mixed_up(policy):
+@on_ranks(2)
+def test_calls_are_never_mixed_up(comm, policy):
     """Two models, microbatches in flight, an eval, a no_grad and an exception between them, backward in any order."""
+    layers = [Layer(comm, 0), Layer(comm, 7)]
+    batches, store = [inputs(comm, seed) for seed in (1, 2, 3)], HostStore()
+    plain = [layer(x).square().sum() for layer in layers for x in batches]
+    expected = [
+        torch.autograd.grad(loss, layer.parameters())
+        for loss, layer in zip(plain, [layers[0]] * 3 + [layers[1]] * 3, strict=True)
+    ]
 
-    def body(comm):
-        layers = [Layer(comm, 0), Layer(comm, 7)]
-        batches, store = [inputs(comm, seed) for seed in (1, 2, 3)], HostStore()
-        plain = [layer(x).square().sum() for layer in layers for x in batches]
-        expected = [
-            torch.autograd.grad(loss, layer.parameters())
-            for loss, layer in zip(plain, [layers[0]] * 3 + [layers[1]] * 3, strict=True)
-        ]
-
-        losses = []
-        for layer in layers:
-            for x in batches:
-                losses.append(checkpoint(policy, layer, x.requires_grad_(), store=store).square().sum())
-                with torch.no_grad():
-                    checkpoint(policy, layer, x * 3, store=store)
-                checkpoint(policy, layer.eval(), x * 5, store=store)  # a forward that never sees a backward
-                with pytest.raises(RuntimeError, match="on purpose"):
-                    checkpoint(policy, _fails, layer, x * 7, store=store)
-        owners = [layers[0]] * 3 + [layers[1]] * 3
-        for i in (4, 0, 5, 2, 1, 3):
-            got = torch.autograd.grad(losses[i], owners[i].parameters())
-            for a, b in zip(got, expected[i], strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-    run_ranks(2, body)
+    losses = []
+    for layer in layers:
+        for x in batches:
+            losses.append(checkpoint(policy, layer, x.requires_grad_(), store=store).square().sum())
+            with torch.no_grad():
+                checkpoint(policy, layer, x * 3, store=store)
+            checkpoint(policy, layer.eval(), x * 5, store=store)  # a forward that never sees a backward
+            with pytest.raises(RuntimeError, match="on purpose"):
+                checkpoint(policy, _fails, layer, x * 7, store=store)
+    owners = [layers[0]] * 3 + [layers[1]] * 3
+    for i in (4, 0, 5, 2, 1, 3):
+        got = torch.autograd.grad(losses[i], owners[i].parameters())
+        for a, b in zip(got, expected[i], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def _fails(layer, x):
@@ -107,62 +104,57 @@ def _fails(layer, x):
     raise RuntimeError("on purpose")
 
 
-def test_gradients_add_up_over_microbatches():
-    def body(comm):
-        totals = []
-        for policy in POLICIES:
-            layer = Layer(comm, 0)
-            for seed in (1, 2):
-                checkpoint(policy, layer, inputs(comm, seed).requires_grad_()).square().sum().backward()
-            totals.append([p.grad for p in layer.parameters()])
-        for other in totals[1:]:
-            for a, b in zip(other, totals[0], strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_gradients_add_up_over_microbatches(comm):
+    totals = []
+    for policy in POLICIES:
+        layer = Layer(comm, 0)
+        for seed in (1, 2):
+            checkpoint(policy, layer, inputs(comm, seed).requires_grad_()).square().sum().backward()
+        totals.append([p.grad for p in layer.parameters()])
+    for other in totals[1:]:
+        for a, b in zip(other, totals[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_keeps_what_it_says_and_no_more():
+@on_ranks(1)
+def test_keeps_what_it_says_and_no_more(comm):
     """Bytes that live between forward and backward, by policy; none where no backward can come."""
+    layer, x = Layer(comm, 0), inputs(comm, 1).requires_grad_()
+    alive, store = LiveBytes(), HostStore()
 
-    def body(comm):
-        layer, x = Layer(comm, 0), inputs(comm, 1).requires_grad_()
-        alive, store = LiveBytes(), HostStore()
+    def on_device():
+        return alive.now - store.nbytes
 
-        def on_device():
-            return alive.now - store.nbytes
-
-        with alive:
-            kept = {}
-            for policy in POLICIES:
+    with alive:
+        kept = {}
+        for policy in POLICIES:
+            y = checkpoint(policy, layer, x, store=store)
+            kept[policy] = on_device() - y.nbytes
+            y.sum().backward(retain_graph=True)
+            layer.zero_grad()
+            x.grad = None
+            left = kept[policy] if "all" not in policy else 0  # backward was given what was still here
+            assert abs(on_device() - y.nbytes - left) <= 2 * EMPTY
+            del y
+            assert on_device() == 0
+            with torch.no_grad():
                 y = checkpoint(policy, layer, x, store=store)
-                kept[policy] = on_device() - y.nbytes
-                y.sum().backward(retain_graph=True)
-                layer.zero_grad()
-                x.grad = None
-                left = kept[policy] if "all" not in policy else 0  # backward was given what was still here
-                assert abs(on_device() - y.nbytes - left) <= 2 * EMPTY
-                del y
-                assert on_device() == 0
-                with torch.no_grad():
-                    y = checkpoint(policy, layer, x, store=store)
-                    assert on_device() == y.nbytes
-                y = checkpoint(policy, layer, x, store=store)
-                del y  # never sees a backward
-                assert on_device() == 0
-                with pytest.raises(RuntimeError, match="on purpose"):
-                    checkpoint(policy, _fails, layer, x, store=store)
-                assert on_device() == 0
-        batch, tokens, heads, head_dim = 1, 12, 2, 8
-        attention = 2 * batch * tokens * heads * (head_dim * 8 + 8)  # two calls, in fp64
-        block = BlockBytes(0.0, attention, kept["none"] - attention)  # x itself was there before
-        assert block.rest > 3 * attention
-        for name in POLICIES:
-            policy = Policy.parse(name)
-            assert 0 <= kept[name] - policy.kept(block) - policy.hosted(block) <= 2 * EMPTY, name
-        assert kept["block"] <= EMPTY < attention
-
-    run_ranks(1, body)
+                assert on_device() == y.nbytes
+            y = checkpoint(policy, layer, x, store=store)
+            del y  # never sees a backward
+            assert on_device() == 0
+            with pytest.raises(RuntimeError, match="on purpose"):
+                checkpoint(policy, _fails, layer, x, store=store)
+            assert on_device() == 0
+    batch, tokens, heads, head_dim = 1, 12, 2, 8
+    attention = 2 * batch * tokens * heads * (head_dim * 8 + 8)  # two calls, in fp64
+    block = BlockBytes(0.0, attention, kept["none"] - attention)  # x itself was there before
+    assert block.rest > 3 * attention
+    for name in POLICIES:
+        policy = Policy.parse(name)
+        assert 0 <= kept[name] - policy.kept(block) - policy.hosted(block) <= 2 * EMPTY, name
+    assert kept["block"] <= EMPTY < attention
 
 
 @pytest.mark.parametrize("policy", POLICIES)

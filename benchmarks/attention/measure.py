@@ -43,7 +43,7 @@ from benchmarks.engine.machine import Gauge, RankGroup
 from benchmarks.engine.timing import Timer, Times, in_turns, quotient, record_timeline
 from bmburst.amounts import GIB
 from bmburst_ops import ATTENTION_BACKWARD
-from bmburst_ops.flash import BackwardInputs, ReferenceKernel
+from bmburst_ops.flash import BackwardInputs, ReferenceKernel, Scoring
 from bmburst_ops.merge import row_dots
 from bmburst_ops.rotary import apply_rotary
 
@@ -266,9 +266,9 @@ def _whole(cell: Cell, device: torch.device) -> _Whole:
     q, k, v, grad = (torch.randn(s, generator=generator).to(device, getattr(torch, cell.dtype)) for s in shapes)
     kernel, pattern, scale = ReferenceKernel(), pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5
     wide_q, wide_k, wide_v, wide_grad = (t.double() for t in (q, k, v, grad))
-    out, lse = kernel.forward(wide_q, wide_k, wide_v, pattern=pattern, scale=scale)
+    out, lse = kernel.forward(wide_q, wide_k, wide_v, Scoring(pattern, scale))
     given = BackwardInputs(wide_grad, wide_q, wide_k, wide_v, lse, row_dots(wide_grad, out))
-    grads = kernel.backward(given, pattern=pattern, scale=scale, deterministic=True)
+    grads = kernel.backward(given, Scoring(pattern, scale), deterministic=True)
     return _Whole((q, k, v, grad), (out, *grads))
 
 

@@ -32,7 +32,7 @@ from benchmarks.engine.kinds import ONE_GPU
 from benchmarks.engine.machine import RankGroup
 from bmburst.comm.waits import WaitMeter
 from bmburst.schedule.layout import make_layout
-from bmburst_ops.flash import BackwardInputs, Band, Gradients, Segments, select_kernel
+from bmburst_ops.flash import BackwardInputs, Band, Gradients, Scoring, Segments, select_kernel
 from bmburst_ops.flash.fa4 import fa4_options
 from bmburst_ops.flash.inputs import aligned, fa2_arguments, gradient_memory, package_arguments
 from bmburst_ops.merge import row_dots
@@ -66,7 +66,7 @@ class LocalKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pattern: PackedPattern, scale: float) -> tuple[Tensor, Tensor]:
         """Return output, in q's dtype, and log-sum-exp `[batch, heads, queries]`."""
-        part = select_kernel(self.choice, q, k, needs=pattern.needs).forward(q, k, v, pattern=pattern, scale=scale)
+        part = select_kernel(self.choice, q, k, needs=pattern.needs).forward(q, k, v, Scoring(pattern, scale))
         return part.out.to(q.dtype), part.lse
 
     def backward(
@@ -79,7 +79,7 @@ class LocalKernel:
             return own(q, k, v, results, pattern, scale)
         grad, out, lse, into = results
         given = BackwardInputs(grad, q, k, v, lse, row_dots(grad, out))
-        grads = kernel.backward(given, pattern=pattern, scale=scale, deterministic=False, into=into)
+        grads = kernel.backward(given, Scoring(pattern, scale), deterministic=False, into=into)
         return Gradients(*(g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)))
 
 

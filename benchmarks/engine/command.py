@@ -13,10 +13,10 @@ from typing import Any
 
 from benchmarks.engine import kinds
 from benchmarks.engine.kinds import Kind, Results, load_kind
-from benchmarks.engine.rows import ROWS, configure_rows, run_rows
+from benchmarks.engine.rows import ROWS, configure_rows, require_record, run_rows
 from bmburst.amounts import TOKENS_TOO, numbers
 from bmburst.errors import UserError
-from bmburst.outputs import is_picture, require_file, require_folder, require_own
+from bmburst.outputs import is_picture, require_folder, require_own
 
 _USAGE = (
     "bmburst bench attention|train|inference [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS]\n"
@@ -153,8 +153,6 @@ def _settle(args: argparse.Namespace, kind: Kind[Any]) -> None:
     if args.list:
         return
     if args.output is not None:
-        if args.output.suffix != ".json":  # tables and pictures have the same name with other suffixes
-            raise UserError(f"--output {args.output}\nallowed: a .json file\nfix: --output results.json")
         _require_output(args.output, kind)
     if args.trace is not None:
         require_folder("--trace", args.trace)
@@ -163,9 +161,8 @@ def _settle(args: argparse.Namespace, kind: Kind[Any]) -> None:
 def _require_output(path: Path, kind: Kind[Any]) -> None:
     """Refuse to overwrite a file that no benchmark wrote, including the tables and pictures with the same name."""
     is_new = not path.exists()
-    require_file("--output", path, "results of this benchmark", lambda path: bool(Results.read(kind, path)))
-    if is_new:  # tables and pictures of existing results may be replaced
-        require_own("--output", path.with_suffix(".md"), "a table of this benchmark", lambda _: False)
+    require_record(path, "results of this benchmark", lambda file: bool(Results.read(kind, file)))
+    if is_new:  # pictures of existing results may be replaced
         for picture in path.parent.glob(f"{glob.escape(path.stem)}-*.png"):
             require_own("--output", picture, "a picture of bmburst", is_picture)
 

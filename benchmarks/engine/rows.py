@@ -119,7 +119,7 @@ def run_rows(args: argparse.Namespace, words: Sequence[str]) -> int:
     if benchmark.needs_gpu and not torch.cuda.is_available():
         raise UserError(f"bench {args.what} needs a GPU, but torch finds none\nfix: run it on a machine with CUDA")
     if args.output is not None and os.environ.get("RANK", "0") == "0":
-        _require_output(args.output)
+        require_record(args.output, "a record of this benchmark", lambda file: "machine" in read_json(file))
     if benchmark.ranks and "RANK" not in os.environ:
         from bmburst.launch.launcher import LaunchSpec, launch
 
@@ -141,12 +141,12 @@ def run_rows(args: argparse.Namespace, words: Sequence[str]) -> int:
     return int(any(map(benchmark.is_wrong, record["rows"])))
 
 
-def _require_output(path: Path) -> None:
-    """Refuse to overwrite a file that is no record, and a page beside a new record."""
-    if path.suffix != ".json":
+def require_record(path: Path, what: str, is_own: Callable[[Path], bool]) -> None:
+    """Refuse to overwrite a file that is no record, and a page beside a new record; arguments as for `require_own`."""
+    if path.suffix != ".json":  # tables and pictures have the same name with other suffixes
         raise UserError(f"--output {path}\nallowed: a .json file\nfix: --output results.json")
     is_new = not path.exists()
-    require_file("--output", path, "a record of this benchmark", lambda file: "machine" in read_json(file))
+    require_file("--output", path, what, is_own)
     if is_new:
         require_own("--output", path.with_suffix(".md"), "a table of this benchmark", lambda _: False)
 

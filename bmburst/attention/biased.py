@@ -280,15 +280,13 @@ def _backward(call: BiasedCall, given: BackwardInputs, table: Tensor) -> BiasedG
 
     They are in fp32 or wider; on one rank alone they are already rounded.
     """
-    grad_out, q, k, v, lse, delta = given
     own: list[tuple[Tensor, Tensor]] = []
     is_alone = call.comm.size == 1
 
     def visit(step: Step, received: Tensors) -> Tensors:
         (keys, values), pairs = received, call.pairs[step.owner]
-        grads = call.kernel.backward(
-            *(grad_out, q, keys, values, lse, delta, table), pairs, scale=call.scale, rounded=is_alone
-        )
+        block = given._replace(k=keys, v=values)
+        grads = call.kernel.backward(block, table, pairs, scale=call.scale, rounded=is_alone)
         if own:
             grad_q, grad_table = own[0]
             add_(grad_q, grads.q)
@@ -297,7 +295,7 @@ def _backward(call: BiasedCall, given: BackwardInputs, table: Tensor) -> BiasedG
             own.append((grads.q, grads.table))
         return grads.k, grads.v
 
-    grad_k, grad_v = carry_home(call, "kv", (k, v), visit)
+    grad_k, grad_v = carry_home(call, "kv", (given.k, given.v), visit)
     grad_q, grad_table = own[0]
     return BiasedGradients(grad_q, grad_k, grad_v, grad_table)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall
 from bmburst.comm.waits import traced
 from bmburst.schedule.tiles import Span, Tile
-from bmburst_ops.flash import BackwardInputs, Gradients, Partial
+from bmburst_ops.flash import BackwardInputs, Gradients, Partial, Scoring
 from bmburst_ops.flash.kernel import deliver_gradients
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
@@ -24,9 +24,7 @@ def tile_forward(
     """Return attention of a tile's queries to its keys; q, k and v hold all tokens, `into` only those of the tile."""
     queries, keys, values = cut(q, tile.queries), cut(k, tile.keys), cut(v, tile.keys)
     with traced("attention tile"):
-        return call.kernel.forward(
-            queries, keys, values, pattern=tile.pattern, scale=call.scale, softcap=call.softcap, into=into
-        )
+        return call.kernel.forward(queries, keys, values, _scoring(call, tile), into=into)
 
 
 def tile_backward(call: AttentionCall, tile: Tile, given: BackwardInputs, into: Gradients | None = None) -> Gradients:
@@ -37,14 +35,11 @@ def tile_backward(call: AttentionCall, tile: Tile, given: BackwardInputs, into: 
         *(cut(lse, rows, 2), cut(delta, rows, 2)),
     )
     with traced("attention tile backward"):
-        return call.kernel.backward(
-            part,
-            pattern=tile.pattern,
-            scale=call.scale,
-            deterministic=call.deterministic,
-            softcap=call.softcap,
-            into=into,
-        )
+        return call.kernel.backward(part, _scoring(call, tile), deterministic=call.deterministic, into=into)
+
+
+def _scoring(call: AttentionCall, tile: Tile) -> Scoring:
+    return Scoring(tile.pattern, call.scale, call.softcap)
 
 
 def add_tiles(call: AttentionCall, tiles: Sequence[Tile], given: BackwardInputs, sums: Gradients) -> None:

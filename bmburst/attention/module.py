@@ -17,7 +17,7 @@ from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import Contiguous
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.ring_schedule import tiles
-from bmburst_ops.flash import BackwardInputs
+from bmburst_ops.flash import BackwardInputs, Scoring
 
 _LATE = ("length", "key_length", "sink")
 _FEW = 1024  # tokens: compiled kernels work for any number, but a single block of queries may select another kernel
@@ -95,11 +95,11 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         pattern = tiles(Contiguous(1, tokens), tokens, mask, 0, 0)[0].pattern
         q = torch.zeros(1, tokens, heads, head_dim, device="cuda", dtype=dtype)
         k = torch.zeros(1, tokens, kv_heads, head_dim, device="cuda", dtype=dtype)
-        kernel, softcap = self.options.kernel_for(mask.needs, q, k, k), self.options.softcap
-        lse = kernel.forward(q, k, k, pattern=pattern, scale=1.0, softcap=softcap).lse
+        kernel = self.options.kernel_for(mask.needs, q, k, k)
+        scoring = Scoring(pattern, 1.0, self.options.softcap)
+        lse = kernel.forward(q, k, k, scoring).lse
         given = BackwardInputs(q, q, k, k, lse, torch.zeros_like(lse))
-        deterministic = self.options.deterministic
-        kernel.backward(given, pattern=pattern, scale=1.0, deterministic=deterministic, softcap=softcap)
+        kernel.backward(given, scoring, deterministic=self.options.deterministic)
 
     def extra_repr(self) -> str:
         """Show the options in `print(model)`."""

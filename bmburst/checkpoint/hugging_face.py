@@ -181,28 +181,8 @@ def check_weights(directory: str | Path, config: LlamaConfig) -> Mapping[str, Te
     require_layers(directory, config, len(files))
     files = with_embedding(config, files)
     expected = expected_shapes(config)
-    missing = [name for name in expected if name not in files]
-    if missing:
-        raise UserError(f"{directory} lacks {_some(missing)}{_instead(missing[0], files)}")
-    derived = [name for name in files if name.endswith(FREQUENCIES)]
-    compared = (*derived, *([HEAD] if config.tie_embeddings else []))  # `with_own_head` compares the head
-    if extra := [name for name in files if name not in expected and name not in compared]:
-        raise UserError(
-            f"{directory} has weights that the model has not: {_some(extra)}\nfix: give a plain model of its family"
-        )
-    for name, shape in expected.items():
-        found = files[name].shapes[name]
-        if not prod(found):
-            raise UserError(
-                f"{name} in {directory} has no numbers, as files of ZeRO-3 or FSDP that were saved without gathering\n"
-                "fix: save the model again with gathered weights (stage3_gather_16bit_weights_on_model_save, "
-                "FULL_STATE_DICT), or convert its shards: zero_to_fp32.py, accelerate merge-weights"
-            )
-        if found != shape:
-            raise UserError(
-                f"{name} in {directory} has shape {list(found)}, its config.json says {list(shape)}\n"
-                "fix: weights and config.json must be of the same model"
-            )
+    compared = [HEAD] if config.tie_embeddings else []  # by `with_own_head`
+    derived = _require_weights(directory, expected, {name: files[name].shapes[name] for name in files}, compared)
     require_frequencies(theirs, files, derived, directory)
     return {name: files[name] for name in expected}
 
@@ -280,30 +260,13 @@ def _open_model_center(directory: Path, values: Mapping[str, Any]) -> Weights:
     file = open_tensors(directory / MODEL_CENTER_FILE)
     require_layers(directory, config, len(file.shapes))
     expected = {name: (model_center_name(name), shape) for name, shape in expected_shapes(config).items()}
-    for inside, shape in expected.values():
-        if inside not in file.shapes:
-            raise UserError(
-                f"{directory / MODEL_CENTER_FILE} lacks {inside}\nfix: give the complete weights of the model"
-            )
-        if file.shapes[inside] != shape:
-            raise UserError(
-                f"{inside} in {directory / MODEL_CENTER_FILE} has shape {list(file.shapes[inside])}, its config.json "
-                f"says {list(shape)}\nfix: give weights and config.json of the same model"
-            )
     head, embedding = (model_center_name(name) for name in (HEAD, EMBEDDING))
     if config.tie_embeddings and head in file.shapes and not same_numbers((file, head), (file, embedding)):
         raise UserError(
             f"{head} in {directory / MODEL_CENTER_FILE} differs from {embedding}; its config.json says that they are "
             "one (tied)\nfix: set tied to false, or remove the matrix that does not belong to the model"
         )
-    derived = [name for name in file.shapes if name.endswith(FREQUENCIES)]
-    known = {head, *derived, *(inside for inside, _ in expected.values())}
-    extra = [name for name in file.shapes if name not in known]
-    if extra:
-        raise UserError(
-            f"{directory / MODEL_CENTER_FILE} has {extra[0]}, which the model of its config.json does not have\n"
-            "fix: give weights and config.json of the same model"
-        )
+    derived = _require_weights(directory / MODEL_CENTER_FILE, dict(expected.values()), file.shapes, [head])
     require_frequencies(config, dict.fromkeys(derived, file), derived, directory)
     places = {name: (file, inside) for name, (inside, _) in expected.items()}
     return Weights(directory=directory, family=MODEL_CENTER, values=values, config=config, places=places)
@@ -384,6 +347,32 @@ def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None
         UserError: On all ranks, if a rank cannot write.
     """
     return save_together(Path(directory), contents(model, part_bytes=part_bytes))
+
+
+def _require_weights(
+    source: Path, expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]], compared: Sequence[str]
+) -> list[str]:
+    """Check names and shapes of weights, and return the rotary frequencies, which may be there like those compared."""
+    if missing := [name for name in expected if name not in found]:
+        raise UserError(f"{source} lacks {_some(missing)}{_instead(missing[0], found)}")
+    derived = [name for name in found if name.endswith(FREQUENCIES)]
+    if extra := [name for name in found if name not in expected and name not in (*derived, *compared)]:
+        raise UserError(
+            f"{source} has weights that the model has not: {_some(extra)}\nfix: give a plain model of its family"
+        )
+    for name, shape in expected.items():
+        if not prod(found[name]):
+            raise UserError(
+                f"{name} in {source} has no numbers, as files of ZeRO-3 or FSDP that were saved without gathering\n"
+                "fix: save the model again with gathered weights (stage3_gather_16bit_weights_on_model_save, "
+                "FULL_STATE_DICT), or convert its shards: zero_to_fp32.py, accelerate merge-weights"
+            )
+        if found[name] != shape:
+            raise UserError(
+                f"{name} in {source} has shape {list(found[name])}, its config.json says {list(shape)}\n"
+                "fix: weights and config.json must be of the same model"
+            )
+    return derived
 
 
 def _open(directory: Path) -> dict[str, TensorFile]:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from bmburst import __version__
-from bmburst.cli.program import Command, ranks_to_start
+from bmburst.cli.program import Command, add_time_limits, ranks_to_start
 from bmburst.config import write_json
 from bmburst.errors import UserError
 from bmburst.outputs import explained_write, require_file
@@ -166,24 +166,10 @@ def run_build(args: argparse.Namespace) -> int:
 
 def configure_launch(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bmburst launch`, and the script to run."""
-    from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
-
     parser.usage, parser.epilog = _LAUNCH_USAGE, _LAUNCH_EPILOG
     add = parser.add_argument
     add("--nproc", type=int, metavar="N", help="ranks on this machine (default: one a GPU, or 1 without CUDA)")
-    add(
-        "--hang-timeout",
-        type=float,
-        metavar="SECONDS",
-        default=DEFAULT_HANG_TIMEOUT,
-        help=f"time without progress of a rank after which the run ends; 0: never (default: {DEFAULT_HANG_TIMEOUT:g})",
-    )
-    add(
-        "--start-timeout",
-        type=float,
-        metavar="SECONDS",
-        help=f"time until a rank's first step (default: {DEFAULT_START_TIMEOUT:g}, or --hang-timeout)",
-    )
+    add_time_limits(parser, "step")
     add("--no-host-runtime", action="store_true", help="without CUDA, do not install the host runtime")
     add("--dry-run", action="store_true", help="print the settings and the torchrun command without starting it")
     add("command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS", help="Python script, or -m MODULE, to run")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import tokens
-from bmburst.cli.program import ranks_to_start
+from bmburst.cli.program import add_time_limits, ranks_to_start
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request
-from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT, LaunchSpec
+from bmburst.launch.spec import LaunchSpec
 
 if TYPE_CHECKING:
     from bmburst.inference.generator import Generator, Source
@@ -42,19 +42,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a prompt that are computed at once, over all ranks (default: 64K a rank)",
     )
-    add(
-        "--hang-timeout",
-        type=float,
-        metavar="SECONDS",
-        default=DEFAULT_HANG_TIMEOUT,
-        help=f"time without a token of a rank after which the run ends; 0: never (default: {DEFAULT_HANG_TIMEOUT:g})",
-    )
-    add(
-        "--start-timeout",
-        type=float,
-        metavar="SECONDS",
-        help=f"time until a rank's first token (default: {DEFAULT_START_TIMEOUT:g}, or --hang-timeout)",
-    )
+    add_time_limits(parser, "token")
 
 
 def settle_ranks(args: argparse.Namespace, world_size: int | None) -> tuple[int, LaunchSpec]:

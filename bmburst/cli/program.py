@@ -251,6 +251,18 @@ def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
     return nproc
 
 
+def add_time_limits(parser: argparse.ArgumentParser, step: str) -> None:
+    """Add the options that end a run whose ranks do no step, named `step` in their help."""
+    from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT as HANG
+    from bmburst.launch.spec import DEFAULT_START_TIMEOUT as START
+
+    for name, default, text in (
+        ("hang", HANG, f"time without a {step} of a rank after which the run ends; 0: never (default: {HANG:g})"),
+        ("start", None, f"time until a rank's first {step} (default: {START:g}, or --hang-timeout)"),
+    ):
+        parser.add_argument(f"--{name}-timeout", type=float, metavar="SECONDS", default=default, help=text)
+
+
 def leaves_errors_to_rank_0() -> bool:
     """Return whether this rank leaves errors of all ranks to rank 0: it is another rank, and torchrun started it."""
     return os.environ.get("RANK", "0") != "0" and LAUNCHED not in os.environ

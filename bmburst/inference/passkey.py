@@ -116,11 +116,7 @@ class PasskeyPrompts:
         self._test, self._encoder, self._filler = test, encoder, Filler(tokenizer)
         self._question = self._filler.piece(QUESTION)
         least = max(len(self._fixed(test.key(length, depth, 0))) for length in test.lengths for depth in test.depths)
-        if min(test.lengths) < least:
-            raise UserError(
-                f"lengths: {min(test.lengths)} tokens are too few for the question\n"
-                f"allowed: at least {least} tokens with this tokenizer\nfix: --lengths {round_up(least)} or more"
-            )
+        require_room(test.lengths, least, "the question")
         self.prompt(min(test.lengths), test.depths[0], 0)  # refuses tokens outside the model's vocabulary
 
     def prompt(self, length: int, depth: float, sample: int) -> tuple[Prompt, str]:
@@ -293,9 +289,17 @@ def read_depths(text: str) -> tuple[float, ...]:
     return found
 
 
-def round_up(length: int) -> int:
-    """Return a length that a message proposes: the next multiple of 64."""
-    return -(-length // 64) * 64
+def require_room(lengths: Sequence[int], least: int, what: str) -> None:
+    """Check that each length has the tokens that `what`, the text of a test, needs with its tokenizer.
+
+    Raises:
+        UserError: A length has fewer.
+    """
+    if min(lengths) < least:
+        raise UserError(
+            f"lengths: {min(lengths)} tokens are too few for {what}\n"
+            f"allowed: at least {least} tokens with this tokenizer\nfix: --lengths {-(-least // 64) * 64} or more"
+        )
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -23,7 +23,7 @@ from bmburst.errors import UserError
 from bmburst.inference.answering import Progress
 from bmburst.inference.filler import Filler
 from bmburst.inference.generator import Generator
-from bmburst.inference.passkey import round_up
+from bmburst.inference.passkey import require_room
 from bmburst.inference.prompts import Prompt, PromptEncoder
 from bmburst.outputs import blank_picture, save_picture
 
@@ -131,11 +131,7 @@ class TaskPrompts:
         self._test, self._encoder, self._filler = test, encoder, Filler(tokenizer)
         self._piece = lru_cache(1 << 16)(self._filler.piece)  # lists repeat their words
         least = max(self._fixed(task) for task in test.tasks)
-        if min(test.lengths) < least:
-            raise UserError(
-                f"lengths: {min(test.lengths)} tokens are too few for the tasks\n"
-                f"allowed: at least {least} tokens with this tokenizer\nfix: --lengths {round_up(least)} or more"
-            )
+        require_room(test.lengths, least, "the tasks")
         self.prompt(test.tasks[0], min(test.lengths), 0)  # refuses tokens outside the model's vocabulary
 
     def prompt(self, task: str, length: int, sample: int) -> tuple[Prompt, tuple[str, ...]]:

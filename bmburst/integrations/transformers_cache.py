@@ -38,6 +38,8 @@ from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.layout import Layout, make_layout
 
+_FIX = '\nfix: tokenizer(text, return_tensors="pt").input_ids'
+
 
 class SplitCache(Cache):  # type: ignore[misc]
     """A KV cache whose tokens are split over the ranks of a sequence group.
@@ -333,26 +335,17 @@ def _require_tokens(input_ids: object) -> None:
     """Check the type, the shape and the dtype of token ids; the host does not wait for them."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not input_ids.numel():
         got = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise UserError(
-            f"input_ids must be a tensor [batch, tokens] with at least one token, got {got}\n"
-            'fix: tokenizer(text, return_tensors="pt").input_ids'
-        )
+        raise UserError(f"input_ids must be a tensor [batch, tokens] with at least one token, got {got}{_FIX}")
     require_dense("input_ids", input_ids)
     require_numbers("input_ids", input_ids)
     if input_ids.dtype not in (torch.int64, torch.int32):
-        raise UserError(
-            f"input_ids must be token ids, int64 or int32, got {input_ids.dtype}\n"
-            'fix: tokenizer(text, return_tensors="pt").input_ids'
-        )
+        raise UserError(f"input_ids must be token ids, int64 or int32, got {input_ids.dtype}{_FIX}")
 
 
 def _require_ids(model: PreTrainedModel, input_ids: Tensor) -> None:
     _require_tokens(input_ids)
     if int(input_ids.min()) < 0:
-        raise UserError(
-            f"input_ids must be token ids of at least 0, got {input_ids.min()}\n"
-            'fix: tokenizer(text, return_tensors="pt").input_ids'
-        )
+        raise UserError(f"input_ids must be token ids of at least 0, got {input_ids.min()}{_FIX}")
     require_splittable(model, lambda: (input_ids.shape[1],))
     if getattr(model, "generation_config", None) is None:
         raise UserError(f"{type(model).__name__} has no head to generate with\nfix: AutoModelForCausalLM")

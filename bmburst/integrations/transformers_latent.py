@@ -28,8 +28,6 @@ from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer
 from bmburst.integrations.transformers_recurrent import module_of
 from bmburst_ops.flash import Partial
 
-__all__ = ["LatentLayer", "attach_latents", "caches_latents"]
-
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Keys and values `[batch, heads, tokens, width]` of latents `[batch, 1, tokens, rank]` and of their rotated keys."""
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from bmburst.integrations.transformers_attention import NAME, Near, SequenceMask, attention
 from bmburst.integrations.transformers_recurrent import module_of
 
-__all__ = ["attach_attention", "calls_registry", "changed_attention"]
-
 _MARK = "splits_attention"
 _LLAMA4, _FALCON = module_of("llama4"), module_of("falcon")
 

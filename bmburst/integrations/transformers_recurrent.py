@@ -31,19 +31,6 @@ from bmburst.integrations.transformers_attention import SequenceMask, require_kn
 from bmburst.integrations.transformers_states import SCOPE, Scope, opened
 from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_scan, burst_ssd
 
-__all__ = [
-    "CACHES",
-    "LAYER_TYPES",
-    "attach",
-    "is_read",
-    "keeps_states",
-    "mixers",
-    "module_of",
-    "number_layers",
-    "require_layout",
-    "unread",
-]
-
 LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
 """Types of layers in modules of `MIXERS`, besides those of attention."""
 

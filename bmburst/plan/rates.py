@@ -235,21 +235,21 @@ def _attention(device: torch.device, scale: Scale) -> dict[str, Fact]:
 
 
 def _attention_rates(device: torch.device, scale: Scale, tokens: int) -> tuple[float, float, str]:
-    from bmburst_ops.flash import CAUSAL, BackwardInputs, select_kernel
+    from bmburst_ops.flash import CAUSAL, BackwardInputs, Scoring, select_kernel
     from bmburst_ops.merge import row_dots
 
-    shape = (1, tokens, scale.heads, _HEAD_DIM)
+    shape, scoring = (1, tokens, scale.heads, _HEAD_DIM), Scoring(CAUSAL, _HEAD_DIM**-0.5)
     q, k, v, grad = (torch.randn(shape, device=device, dtype=scale.dtype) for _ in range(4))
     kernel = select_kernel("auto", q, k)
-    part = kernel.forward(q, k, v, pattern=CAUSAL, scale=_HEAD_DIM**-0.5)
+    part = kernel.forward(q, k, v, scoring)
     delta = row_dots(grad, part.out)
 
     def forward() -> Tensor:
-        return kernel.forward(q, k, v, pattern=CAUSAL, scale=_HEAD_DIM**-0.5).out
+        return kernel.forward(q, k, v, scoring).out
 
     def backward() -> object:
         given = BackwardInputs(grad, q, k, v, part.lse, delta)
-        return kernel.backward(given, pattern=CAUSAL, scale=_HEAD_DIM**-0.5, deterministic=False)
+        return kernel.backward(given, scoring, deterministic=False)
 
     flops = 2.0 * tokens**2 * scale.heads * _HEAD_DIM
     rate = flops / call_seconds(forward, device)

@@ -15,7 +15,7 @@ from bmburst_ops.biased.formula import RelativeBias, Tokens, visible
 from bmburst_ops.dtypes import name_of
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash.inputs import DeviceVectors, vectors_of_stream
-from bmburst_ops.flash.kernel import Partial, finite
+from bmburst_ops.flash.kernel import BackwardInputs, Partial, finite
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
 _TILE = 256
@@ -182,28 +182,12 @@ class BiasedKernel(Protocol):
         ...
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        table: Tensor,
-        pairs: Pairs,
-        *,
-        scale: float,
-        rounded: bool = False,
+        self, given: BackwardInputs, table: Tensor, pairs: Pairs, *, scale: float, rounded: bool = False
     ) -> BiasedGradients:
         """Return the block's gradients, in fp32 or wider.
 
         Args:
-            grad_out: dO of the whole attention, shaped as q.
-            q: Queries.
-            k: Keys.
-            v: Values.
-            lse: Global log-sum-exp `[batch, heads, queries]`, over all keys, not only the block's.
-            delta: Global rowsum(dO * O), shaped as lse.
+            given: The block's inputs, and the statistics of the whole attention for its queries.
             table: As in forward.
             pairs: As in forward.
             scale: Factor on the products, above 0.
@@ -284,20 +268,10 @@ class BiasedReferenceKernel:
         return Partial(out.to(q.dtype), lse)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        table: Tensor,
-        pairs: Pairs,
-        *,
-        scale: float,
-        rounded: bool = False,
+        self, given: BackwardInputs, table: Tensor, pairs: Pairs, *, scale: float, rounded: bool = False
     ) -> BiasedGradients:
         """See `BiasedKernel.backward`. P = exp(S - lse), dS = P * (dO V^T - delta); dS is also the bias's gradient."""
+        grad_out, q, k, v, lse, delta = given
         require_inputs(q, k, v, table, pairs)
         dtype = accumulation_dtype(q.dtype)
         grad_q, grad_k, grad_v = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (q, k, v))

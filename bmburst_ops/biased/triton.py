@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.biased.kernel import BiasedGradients, Pairs, require_inputs
-from bmburst_ops.flash.kernel import Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Partial
 from bmburst_ops.flash.triton import (
     BlockSizes,
     Side,
@@ -127,22 +127,11 @@ class BiasedTritonKernel:
         return Partial(out, lse)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        table: Tensor,
-        pairs: Pairs,
-        *,
-        scale: float,
-        rounded: bool = False,
+        self, given: BackwardInputs, table: Tensor, pairs: Pairs, *, scale: float, rounded: bool = False
     ) -> BiasedGradients:
         """See `BiasedKernel.backward`. Gradients are fp32 unless `rounded`."""
-        require_inputs(q, k, v, table, pairs)
-        grad_out, q, k, v = (near_rows(t) for t in (grad_out, q, k, v))
+        require_inputs(*given[1:4], table, pairs)
+        (grad_out, q, k, v), (lse, delta) = map(near_rows, given[:4]), given[4:]
         grad_q, grad_k, grad_v, grad_table = grads = BiasedGradients(
             *(
                 torch.empty(t.shape, dtype=t.dtype if rounded else torch.float32, device=t.device)

@@ -19,6 +19,7 @@ from bmburst_ops.flash.kernel import (
     NotAlwaysDeterministic,
     Partial,
     ReferenceKernel,
+    Scoring,
     TwoWidths,
 )
 from bmburst_ops.flash.padded import PaddedKernel
@@ -41,6 +42,7 @@ __all__ = [
     "Partial",
     "Pattern",
     "ReferenceKernel",
+    "Scoring",
     "Segments",
     "TritonKernel",
     "able_kernels",

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.inputs import PACKED, require_no_softcap, unless_able, without_cells
-from bmburst_ops.flash.kernel import BackwardInputs, BooleanMask, Gradients, Partial, deliver_gradients, deliver_partial
+from bmburst_ops.flash.kernel import (
+    BackwardInputs,
+    BooleanMask,
+    Gradients,
+    Partial,
+    Scoring,
+    deliver_gradients,
+    deliver_partial,
+)
 from bmburst_ops.flash.mask_corrections import backward_bottom_right, forward_bottom_right
 from bmburst_ops.fused import compiled
 from bmburst_ops.machine import HERE, Machine
@@ -70,19 +78,9 @@ class CpuKernel:
             return None
         return compile_for(head_dim) if self._machine.cpu() == "AVX512" else None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        softcap: float | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """See `Kernel.forward`."""
-        require_no_softcap(softcap, self.name)
+        pattern, scale = require_no_softcap(scoring, self.name)
         whole = _as_one_call(pattern, q, k)
         if whole is not None:
             if library := self._tile_library(q, k):
@@ -98,17 +96,10 @@ class CpuKernel:
         return deliver_partial(Partial(out, lse), into)
 
     def backward(
-        self,
-        given: BackwardInputs,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        softcap: float | None = None,
-        into: Gradients | None = None,
+        self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`."""
-        require_no_softcap(softcap, self.name)
+        pattern, scale = require_no_softcap(scoring, self.name)
         del deterministic  # always deterministic: one thread computes each (batch, head)
         grad_out, q, k, v, lse, delta = given
         whole = _as_one_call(pattern, q, k)

@@ -24,7 +24,7 @@ from bmburst_ops.flash.inputs import (
     unless_repeating,
     without_cells,
 )
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, Scoring
 from bmburst_ops.flash.mask_corrections import (
     PackedPattern,
     backward_seen,
@@ -35,7 +35,7 @@ from bmburst_ops.flash.mask_corrections import (
 from bmburst_ops.fused import import_package
 from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.merge import surrogate_out
-from bmburst_ops.pattern import Need, Pattern
+from bmburst_ops.pattern import Need
 
 _MODULE_2 = "flash_attn.flash_attn_interface"
 
@@ -63,17 +63,7 @@ class FlashAttention2Kernel:
             return f"needs flash-attn 2.7 or newer, got {'.'.join(map(str, version))}"
         return None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        softcap: float | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """See `Kernel.forward`. The package cannot write to given memory, so results are copied to `into`."""
         package = import_package(_MODULE_2, self.name)
 
@@ -81,21 +71,14 @@ class FlashAttention2Kernel:
             call = fa2_arguments(seen, q, k)
             function = package._flash_attn_forward if call.queries is None else package._flash_attn_varlen_forward
             result, lse, *_ = function(
-                *(aligned(call.flat(t)) for t in (q, k, v)), **_options(call, scale, softcap), return_softmax=False
+                *(aligned(call.flat(t)) for t in (q, k, v)), **_options(call, scoring), return_softmax=False
             )
             return call.partial(result, lse, q, into)
 
-        return forward_seen(part, q, k, v, without_cells(pattern, self.name), into)
+        return forward_seen(part, q, k, v, without_cells(scoring.pattern, self.name), into)
 
     def backward(
-        self,
-        given: BackwardInputs,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        softcap: float | None = None,
-        into: Gradients | None = None,
+        self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`."""
         package = import_package(_MODULE_2, self.name)
@@ -113,24 +96,24 @@ class FlashAttention2Kernel:
                 call.flat(surrogate_out(given.grad_out, given.delta)),
                 call.flat_statistic(given.lse).contiguous(),
                 *gradients,
-                **_options(call, scale, softcap),
+                **_options(call, scoring),
                 deterministic=deterministic,
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        return backward_seen(part, given, without_cells(pattern, self.name), into)
+        return backward_seen(part, given, without_cells(scoring.pattern, self.name), into)
 
 
-def _options(call: PackageArguments, scale: float, softcap: float | None) -> dict[str, Any]:
+def _options(call: PackageArguments, scoring: Scoring) -> dict[str, Any]:
     """Return the options that all functions of the package take."""
     left, right = call.window
     return {
         "dropout_p": 0.0,
-        "softmax_scale": scale,
+        "softmax_scale": scoring.scale,
         "causal": call.causal,
         "window_size_left": left,
         "window_size_right": right,
-        "softcap": softcap or 0.0,
+        "softcap": scoring.softcap or 0.0,
         "alibi_slopes": None,
         **call.lengths,
     }
@@ -172,17 +155,7 @@ class FlashAttention3Kernel:
         del q, needs
         return "cannot promise a deterministic backward: some builds of FlashAttention-3 ignore the request"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        softcap: float | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """See `Kernel.forward`. Results are copied to `into`: newer releases are functional, and must not alias."""
         function = import_package(_MODULE_3, self.name)._flash_attn_forward
 
@@ -194,24 +167,17 @@ class FlashAttention3Kernel:
             result, lse, *_ = function(
                 *(aligned(call.flat(t)) for t in (q, k, v)),
                 *options,
-                softmax_scale=scale,
+                softmax_scale=scoring.scale,
                 causal=call.causal,
-                **_named(function, call, softcap),
+                **_named(function, call, scoring.softcap),
             )
             return call.partial(result, lse, q, into)
 
-        found = forward_seen(part, q, k, v, without_cells(pattern, self.name), into)
-        return isolate_forward(found, q, k, v, pattern=pattern, scale=scale, softcap=softcap) if q.is_cuda else found
+        found = forward_seen(part, q, k, v, without_cells(scoring.pattern, self.name), into)
+        return isolate_forward(found, q, k, v, scoring) if q.is_cuda else found
 
     def backward(
-        self,
-        given: BackwardInputs,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        softcap: float | None = None,
-        into: Gradients | None = None,
+        self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`."""
         unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
@@ -231,16 +197,14 @@ class FlashAttention3Kernel:
                 call.flat_statistic(given.lse).contiguous(),
                 *lengths,
                 *gradients,
-                scale,
+                scoring.scale,
                 call.causal,
-                **_named(function, call, softcap),
+                **_named(function, call, scoring.softcap),
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        found = backward_seen(part, given, without_cells(pattern, self.name), into)
-        if not given.q.is_cuda:
-            return found
-        return isolate_backward(found, given, pattern=pattern, scale=scale, softcap=softcap)
+        found = backward_seen(part, given, without_cells(scoring.pattern, self.name), into)
+        return isolate_backward(found, given, scoring) if given.q.is_cuda else found
 
 
 def _named(function: Callable[..., object], call: PackageArguments, softcap: float | None) -> dict[str, object]:

@@ -29,7 +29,7 @@ from bmburst_ops.flash.inputs import (
     writable,
     writable_statistic,
 )
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, Scoring
 from bmburst_ops.flash.mask_corrections import (
     PackedPattern,
     backward_seen,
@@ -39,7 +39,7 @@ from bmburst_ops.flash.mask_corrections import (
 )
 from bmburst_ops.fused import import_package
 from bmburst_ops.machine import HERE, Machine
-from bmburst_ops.pattern import BLOCK, FULL, Band, Cells, IntArray, Need, Pattern, blocks_of
+from bmburst_ops.pattern import BLOCK, FULL, Band, Cells, IntArray, Need, blocks_of
 
 _MODULE = "flash_attn.cute.interface"
 _SPARSE = "flash_attn.cute.block_sparsity"
@@ -121,19 +121,9 @@ class FlashAttention4Kernel:
         is_shared = q.shape[2] != k.shape[2]
         return is_hopper and not is_shared and "blocks" not in needs and (q.shape[-1], value_dim) in LATENT_WIDTHS
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        softcap: float | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """See `Kernel.forward`. Under a block-sparse mask the package is right for queries that see no key."""
-        function = _package()._flash_attn_fwd
+        function, pattern = _package()._flash_attn_fwd, scoring.pattern
 
         def attend(
             q: Tensor, k: Tensor, v: Tensor, call: PackageArguments, into: Partial | None, **sparse: object
@@ -143,13 +133,13 @@ class FlashAttention4Kernel:
             with torch.cuda.device_of(q):
                 result, lse, *_ = function(
                     *flat,
-                    softmax_scale=scale,
+                    softmax_scale=scoring.scale,
                     # Query heads of a KV head share a tile if they fill it evenly; else it would be loaded without TMA.
                     pack_gqa=None if TILE_ROWS % (q.shape[2] // k.shape[2]) == 0 else False,
                     return_lse=True,
                     out=writable(call.flat_target(out), q),
                     lse=writable_statistic(call.flat_statistic_target(statistic)),
-                    **fa4_options(call, softcap),
+                    **fa4_options(call, scoring.softcap),
                     **sparse,
                 )
             return call.partial(result, lse, q, into)
@@ -158,20 +148,13 @@ class FlashAttention4Kernel:
             return attend(q, k, v, package_arguments(seen, q, k), into)
 
         if isinstance(pattern, Cells):
-            lists = _lists(pattern, "queries", q.device, softcap)
+            lists = _lists(pattern, "queries", q.device, scoring.softcap)
             return attend(q, k, v, package_arguments(lists.band, q, k), into, block_sparse_tensors=lists.tensors())
         found = forward_seen(part, q, k, v, pattern, into)
-        return isolate_forward(found, q, k, v, pattern=pattern, scale=scale, softcap=softcap) if q.is_cuda else found
+        return isolate_forward(found, q, k, v, scoring) if q.is_cuda else found
 
     def backward(
-        self,
-        given: BackwardInputs,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        softcap: float | None = None,
-        into: Gradients | None = None,
+        self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`.
 
@@ -180,7 +163,7 @@ class FlashAttention4Kernel:
         of dO's size, and would pass delta in 16 bits. O is one row of zeros, expanded over all tokens and heads, so
         reading it causes almost no memory traffic.
         """
-        function = _package()._flash_attn_bwd
+        function, pattern = _package()._flash_attn_bwd, scoring.pattern
 
         def differentiate(
             given: BackwardInputs, call: PackageArguments, into: Gradients | None, **sparse: object
@@ -195,13 +178,13 @@ class FlashAttention4Kernel:
                     q.new_zeros(grad_out.shape[-1]).expand(grad_out.shape),
                     grad_out,
                     call.flat_statistic(given.lse).float(),
-                    softmax_scale=scale,
+                    softmax_scale=scoring.scale,
                     deterministic=deterministic,
                     dq=gradients.q,
                     dk=gradients.k,
                     dv=gradients.v,
                     dlse=-call.flat_statistic(given.delta).float(),
-                    **fa4_options(call, softcap),
+                    **fa4_options(call, scoring.softcap),
                     **sparse,
                 )
             return call.gradients(gradients, given.q.shape[0], into)
@@ -211,13 +194,11 @@ class FlashAttention4Kernel:
 
         if isinstance(pattern, Cells):
             unless_repeating(deterministic, self.name, _NOT_REPEATING)
-            lists = _lists(pattern, "keys", given.q.device, softcap)
+            lists = _lists(pattern, "keys", given.q.device, scoring.softcap)
             call = package_arguments(lists.band, given.q, given.k)
             return differentiate(given, call, into, block_sparse_tensors=lists.tensors())
         found = backward_seen(part, given, pattern, into)
-        if not given.q.is_cuda:
-            return found
-        return isolate_backward(found, given, pattern=pattern, scale=scale, softcap=softcap)
+        return isolate_backward(found, given, scoring) if given.q.is_cuda else found
 
 
 def _package() -> ModuleType:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash.kernel import Gradients, Partial, deliver_gradients, deliver_partial
+from bmburst_ops.flash.kernel import Gradients, Partial, Scoring, deliver_gradients, deliver_partial
 from bmburst_ops.machine import Machine
 from bmburst_ops.pattern import CAUSAL, Band, Cells, IntArray, Need, Pattern, Segments
 
@@ -106,14 +106,15 @@ def causal_or_full(pattern: Band | Segments, kernel: str) -> bool:
     return pattern == CAUSAL
 
 
-def require_no_softcap(softcap: float | None, kernel: str) -> None:
-    """Refuse a softcap, for a kernel that does not support it.
+def require_no_softcap(scoring: Scoring, kernel: str) -> tuple[Pattern, float]:
+    """Return pattern and scale, for a kernel that does not support a softcap.
 
     Raises:
-        KernelError: `softcap` is not None.
+        KernelError: There is a softcap.
     """
-    if softcap is not None:
+    if scoring.softcap is not None:
         raise unable(kernel, unless_able(frozenset({"softcap"})))
+    return scoring.pattern, scoring.scale
 
 
 def unless_repeating(deterministic: bool, kernel: str, reason: str) -> None:

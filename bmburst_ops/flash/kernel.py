@@ -49,6 +49,21 @@ class BackwardInputs(NamedTuple):
     delta: Tensor
 
 
+class Scoring(NamedTuple):
+    """How the scores of a tile come from products of queries and keys.
+
+    Attributes:
+        pattern: Which keys each query sees.
+        scale: Factor on the products.
+        softcap: Above 0: scaled products become `softcap * tanh(product / softcap)`. None: no softcap. Some kernels do
+            not support it: see `Kernel.refusal` with the need "softcap".
+    """
+
+    pattern: Pattern
+    scale: float
+    softcap: float | None = None
+
+
 class Kernel(Protocol):
     """Attention of one tile with its log-sum-exp, forward and backward.
 
@@ -73,27 +88,14 @@ class Kernel(Protocol):
         """
         ...
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        softcap: float | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """Return the tile's output, in q's dtype or wider, and its log-sum-exp, in fp32 or wider.
 
         Args:
             q: Queries.
             k: Keys.
             v: Values.
-            pattern: Which keys each query sees.
-            scale: Factor on the scores.
-            softcap: Above 0: scaled scores become `softcap * tanh(score / softcap)`. None: no softcap. Some kernels do
-                not support it: see `refusal` with the need "softcap".
+            scoring: Which keys each query sees, and how it scores them.
             into: Where to write the results: the output `[batch, queries, heads, value_dim]`, and the log-sum-exp
                 `[batch, heads, queries]`, with any strides and a dense last dimension. A kernel that cannot write there
                 copies its results. Default: new memory.
@@ -101,23 +103,14 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self,
-        given: BackwardInputs,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        softcap: float | None = None,
-        into: Gradients | None = None,
+        self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """Return the tile's gradients.
 
         Args:
             given: The tile's inputs, and the statistics of the whole attention for its queries.
-            pattern: Which keys each query sees.
-            scale: Factor on the scores.
+            scoring: As in forward.
             deterministic: Whether repeated calls must give bitwise equal gradients.
-            softcap: As in forward.
             into: Where to write the gradients, shaped as q, k and v, with strides as in forward. Default: new memory.
         """
         ...
@@ -212,22 +205,12 @@ class ReferenceKernel:
         del q, k, value_dim, needs
         return True
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        softcap: float | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """See `Kernel.forward`."""
         dtype = accumulation_dtype(q.dtype)
         values = v.to(dtype)
         outs, lses = [], []
-        for slab in _slabs(q, k, pattern, scale, softcap):
+        for slab in _slabs(q, k, scoring):
             lse = slab.scores.logsumexp(-1)
             weights = torch.exp(slab.scores - finite(lse)[..., None])
             outs.append(torch.einsum("bkgqn,bnkd->bqkgd", weights, values[:, slab.keys]).flatten(2, 3))
@@ -235,14 +218,7 @@ class ReferenceKernel:
         return deliver_partial(Partial(torch.cat(outs, 1), torch.cat(lses, 2)), into)
 
     def backward(
-        self,
-        given: BackwardInputs,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        softcap: float | None = None,
-        into: Gradients | None = None,
+        self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`. P = exp(S - lse), dS = P * (dO V^T - delta) * scale (arXiv:2307.08691, alg. 2).
 
@@ -250,18 +226,18 @@ class ReferenceKernel:
         """
         del deterministic  # always deterministic
         grad_out, q, k, v, lse, delta = given
-        dtype, kv_heads = accumulation_dtype(q.dtype), k.shape[2]
+        dtype, kv_heads, softcap = accumulation_dtype(q.dtype), k.shape[2], scoring.softcap
         keys, values = k.to(dtype), v.to(dtype)
         grad_q = []
         grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
-        for rows, seen, scores in _slabs(q, k, pattern, scale, softcap):
+        for rows, seen, scores in _slabs(q, k, scoring):
             queries, grads = (t[:, rows].to(dtype).unflatten(2, (kv_heads, -1)) for t in (q, grad_out))
             statistics = (t[:, :, rows].to(dtype).unflatten(1, (kv_heads, -1))[..., None] for t in (lse, delta))
             row_lse, row_delta = statistics
             weights = torch.exp(scores - finite(row_lse)).masked_fill(row_lse == -torch.inf, 0.0)
             grad_v[:, seen] += torch.einsum("bkgqn,bqkgd->bnkd", weights, grads)
             inner = torch.einsum("bqkgd,bnkd->bkgqn", grads, values[:, seen])
-            grad_scores = weights * (inner - row_delta) * scale
+            grad_scores = weights * (inner - row_delta) * scoring.scale
             if softcap is not None:
                 grad_scores *= 1 - scores.clamp(min=-softcap).div(softcap).square()  # clamp: hidden scores are -inf
             grad_q.append(torch.einsum("bkgqn,bnkd->bqkgd", grad_scores, keys[:, seen]).flatten(2, 3))
@@ -277,8 +253,9 @@ class _Slab(NamedTuple):
     scores: Tensor
 
 
-def _slabs(q: Tensor, k: Tensor, pattern: Pattern, scale: float, softcap: float | None) -> Iterator[_Slab]:
+def _slabs(q: Tensor, k: Tensor, scoring: Scoring) -> Iterator[_Slab]:
     """Yield slabs of queries, in order. There is at least one, even without queries; with queries none is empty."""
+    pattern, scale, softcap = scoring
     dtype, (count, keys), kv_heads = accumulation_dtype(q.dtype), (q.shape[1], k.shape[1]), k.shape[2]
     wide, visible = k.to(dtype), BooleanMask(pattern, count, keys)
     for rows in _runs(visible, count):

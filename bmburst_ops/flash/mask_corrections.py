@@ -15,11 +15,19 @@ from torch.nn.functional import pad
 
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.inputs import DeviceVectors, copy_to_device, package_arguments
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, deliver, deliver_gradients, deliver_partial
+from bmburst_ops.flash.kernel import (
+    BackwardInputs,
+    Gradients,
+    Partial,
+    Scoring,
+    deliver,
+    deliver_gradients,
+    deliver_partial,
+)
 from bmburst_ops.flash.triton import BlockSizes, Kernels, cap_of, launch_grid, near_rows, strides_of, widths_of
 from bmburst_ops.machine import is_there
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
-from bmburst_ops.pattern import Band, Pattern, Rectangle, Segments, rectangles, transposed, visible_ranges
+from bmburst_ops.pattern import Band, Rectangle, Segments, rectangles, transposed, visible_ranges
 
 _SHARE = 4096  # tokens of a document that one program recomputes
 _WIDE_TILES = 96  # head dims up to this have tiles of more than 128 keys
@@ -198,9 +206,7 @@ def _cut(hidden: int) -> tuple[tuple[slice, bool], tuple[slice, bool]]:
     return (slice(0, hidden), False), (slice(hidden, None), True)
 
 
-def isolate_forward(
-    found: Partial, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, softcap: float | None = None
-) -> Partial:
+def isolate_forward(found: Partial, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Partial:
     """Return a kernel's result, with a document recomputed if V of the tokens after it is not finite.
 
     For kernels whose tiles of packed documents reach into the next document. Without Triton, results stay unchanged;
@@ -211,48 +217,35 @@ def isolate_forward(
         q: Queries, as given to `Kernel.forward`; likewise all other arguments.
         k: Keys.
         v: Values.
-        pattern: Segments. A band has only one document, so its result stays unchanged.
-        scale: Factor on the scores, above 0.
-        softcap: Softcap of the scores, or None.
+        scoring: Of segments, with a scale above 0. A band has only one document, so its result stays unchanged.
     """
-    if isinstance(pattern, Segments) and is_there("triton"):
+    if isinstance(scoring.pattern, Segments) and is_there("triton"):
         tensors = [near_rows(t) for t in (q, k, v)]
-        _run(_kernels().forward, [*tensors, found.out], q, k, v, pattern, scale, softcap, over_keys=True)
+        _run(_kernels().forward, [*tensors, found.out], q, k, v, scoring, over_keys=True)
     return found
 
 
-def isolate_backward(
-    found: Gradients, given: BackwardInputs, *, pattern: Pattern, scale: float, softcap: float | None = None
-) -> Gradients:
+def isolate_backward(found: Gradients, given: BackwardInputs, scoring: Scoring) -> Gradients:
     """Return a kernel's gradients, with a document recomputed if an input of the tokens after it is not finite.
 
     Args:
         found: The gradients, corrected in place.
         given: As given to `Kernel.backward`.
-        pattern: See `isolate_forward`.
-        scale: Factor on the scores, above 0.
-        softcap: Softcap of the scores, or None.
+        scoring: As in `isolate_forward`.
     """
-    if isinstance(pattern, Segments) and is_there("triton"):
+    if isinstance(scoring.pattern, Segments) and is_there("triton"):
         tensors = [*map(near_rows, given[:4]), *(t.transpose(1, 2) for t in given[4:])]
-        _run(_kernels().keys, [*tensors, *found[1:]], *given[1:4], pattern, scale, softcap, over_keys=False)
-        _run(_kernels().queries, [*tensors, found.q], *given[1:4], pattern, scale, softcap, over_keys=True)
+        _run(_kernels().keys, [*tensors, *found[1:]], *given[1:4], scoring, over_keys=False)
+        _run(_kernels().queries, [*tensors, found.q], *given[1:4], scoring, over_keys=True)
     return found
 
 
 def _run(
-    kernel: object,
-    tensors: list[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Segments,
-    scale: float,
-    softcap: float | None,
-    *,
-    over_keys: bool,
+    kernel: object, tensors: list[Tensor], q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, *, over_keys: bool
 ) -> None:
     """Run a kernel whose programs hold queries and loop over keys, or the other way round."""
+    pattern, scale, softcap = scoring
+    assert isinstance(pattern, Segments)
     call, documents, head_dim = package_arguments(pattern, q, k), len(pattern.queries) - 1, max(q.shape[3], v.shape[3])
     longest, tokens = (call.longest_queries, k.shape[1]) if over_keys else (call.longest_keys, q.shape[1])
     parts = -(-longest // _SHARE)

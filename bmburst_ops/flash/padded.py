@@ -7,8 +7,16 @@ give zeros of the output, which are cut off. Tensors are padded for one kernel c
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Kernel, Partial, deliver_gradients, deliver_partial
-from bmburst_ops.pattern import Need, Pattern
+from bmburst_ops.flash.kernel import (
+    BackwardInputs,
+    Gradients,
+    Kernel,
+    Partial,
+    Scoring,
+    deliver_gradients,
+    deliver_partial,
+)
+from bmburst_ops.pattern import Need
 
 
 class PaddedKernel:
@@ -26,41 +34,22 @@ class PaddedKernel:
         """See `Kernel.refusal`."""
         return self.kernel.refusal(q, k, needs)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        softcap: float | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """See `Kernel.forward`. The output is copied: a kernel cannot write its zeros behind each head of `into`."""
         width = max(q.shape[-1], v.shape[-1])
-        found = self.kernel.forward(
-            *(_padded(t, width) for t in (q, k, v)), pattern=pattern, scale=scale, softcap=softcap
-        )
+        found = self.kernel.forward(_padded(q, width), _padded(k, width), _padded(v, width), scoring)
         out = found.out[..., : v.shape[-1]]
         return deliver_partial(Partial(out if into else out.contiguous(), found.lse), into)
 
     def backward(
-        self,
-        given: BackwardInputs,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        softcap: float | None = None,
-        into: Gradients | None = None,
+        self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`."""
         inputs = given.q, given.k, given.v
         width = max(t.shape[-1] for t in inputs)
         grad_out, q, k, v = (_padded(t, width) for t in given[:4])
         wider = BackwardInputs(grad_out, q, k, v, given.lse, given.delta)
-        found = self.kernel.backward(wider, pattern=pattern, scale=scale, deterministic=deterministic, softcap=softcap)
+        found = self.kernel.backward(wider, scoring, deterministic=deterministic)
         cut = Gradients(*(grad[..., : t.shape[-1]] for grad, t in zip(found, inputs, strict=True)))
         return deliver_gradients(cut, into)
 

@@ -25,7 +25,7 @@ from bmburst_ops.flash.inputs import (
     unless_repeating,
     without_cells,
 )
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, ReferenceKernel
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, ReferenceKernel, Scoring
 from bmburst_ops.flash.mask_corrections import (
     PackedPattern,
     backward_bottom_right,
@@ -35,7 +35,7 @@ from bmburst_ops.flash.mask_corrections import (
 )
 from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.merge import surrogate_out
-from bmburst_ops.pattern import CAUSAL, FULL, Need, Pattern
+from bmburst_ops.pattern import CAUSAL, FULL, Need
 
 
 class TorchKernel:
@@ -54,19 +54,9 @@ class TorchKernel:
         reason = unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q, self._machine)
         return reason or unless_able(needs, PACKED)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        softcap: float | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """See `Kernel.forward`."""
-        require_no_softcap(softcap, self.name)
+        pattern, scale = require_no_softcap(scoring, self.name)
 
         def part(q: Tensor, k: Tensor, v: Tensor, seen: PackedPattern, into: Partial | None) -> Partial:
             call = fa2_arguments(seen, q, k)
@@ -81,17 +71,10 @@ class TorchKernel:
         return forward_seen(part, q, k, v, without_cells(pattern, self.name), into)
 
     def backward(
-        self,
-        given: BackwardInputs,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        softcap: float | None = None,
-        into: Gradients | None = None,
+        self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`."""
-        require_no_softcap(softcap, self.name)
+        pattern, scale = require_no_softcap(scoring, self.name)
         unused = torch.empty(0, dtype=torch.int64, device=given.q.device)  # random state of a dropout that is zero
 
         def part(given: BackwardInputs, seen: PackedPattern, into: Gradients | None) -> Gradients:
@@ -170,23 +153,13 @@ class CudnnKernel:
         del k, needs
         return (q.shape[-1], value_dim) in LATENT_WIDTHS
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        softcap: float | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """See `Kernel.forward`."""
-        require_no_softcap(softcap, self.name)
+        pattern, scale = require_no_softcap(scoring, self.name)
 
         def part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
             if _is_single(q, k):
-                return ReferenceKernel().forward(q, k, v, pattern=CAUSAL if causal else FULL, scale=scale)
+                return ReferenceKernel().forward(q, k, v, Scoring(CAUSAL if causal else FULL, scale))
             keys, values = (_expanded(t, q.shape[2]) for t in (k, v))
             result, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 *(_heads_first(t) for t in (q, keys, values)), None, True, 0.0, causal, False, scale=scale
@@ -199,17 +172,10 @@ class CudnnKernel:
         return forward_seen(rectangle, q, k, v, band_of(pattern, self.name), into)
 
     def backward(
-        self,
-        given: BackwardInputs,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        softcap: float | None = None,
-        into: Gradients | None = None,
+        self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`."""
-        require_no_softcap(softcap, self.name)
+        pattern, scale = require_no_softcap(scoring, self.name)
         unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
 
         def rectangle(given: BackwardInputs, seen: PackedPattern, into: Gradients | None) -> Gradients:
@@ -226,9 +192,8 @@ def _rectangle_backward(given: BackwardInputs, causal: bool, scale: float, into:
 
     def part(k: Tensor, v: Tensor, causal: bool) -> Gradients:
         if _is_single(q, k):
-            pattern = CAUSAL if causal else FULL
-            tile = given._replace(k=k, v=v)
-            return ReferenceKernel().backward(tile, pattern=pattern, scale=scale, deterministic=False)
+            scoring = Scoring(CAUSAL if causal else FULL, scale)
+            return ReferenceKernel().backward(given._replace(k=k, v=v), scoring, deterministic=False)
         keys, values = (_heads_first(_expanded(t, q.shape[2])) for t in (k, v))
         lengths = q.shape[1], k.shape[1]
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.inputs import DeviceVectors, copy_to_device, unless_ampere
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, Scoring
 from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.pattern import (
     CAUSAL,
@@ -318,18 +318,9 @@ class TritonKernel:
         narrowest = padded_head_dim(min(q.shape[-1], value_dim))
         return narrowest >= _NARROWEST_OF_TWO or is_interpreted(_kernels().forward)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        softcap: float | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """See `Kernel.forward`. The output is in q's dtype, the log-sum-exp in fp32, or both in `into`'s."""
+        pattern, scale, softcap = scoring
         if scale < 0:  # the kernel takes the maximum of unscaled products
             q, scale = -q, -scale
         q, k, v = (near_rows(t) for t in (q, k, v))
@@ -347,17 +338,11 @@ class TritonKernel:
         return Partial(out, lse)
 
     def backward(
-        self,
-        given: BackwardInputs,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        softcap: float | None = None,
-        into: Gradients | None = None,
+        self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`. A query that saw no key (log-sum-exp `-inf`) contributes no gradient."""
         del deterministic  # always deterministic
+        pattern, scale, softcap = scoring
         (grad_out, q, k, v), (lse, delta) = map(near_rows, given[:4]), given[4:]
         grads = into or Gradients(*(torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v)))
         inputs = (grad_out, q, k, v, lse, delta)

@@ -11,7 +11,7 @@ from bmburst.comm.groups import communicator
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import PADDING, Tokens
 from tests.distributed.processes import run_processes
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.ops.biased_oracle import draw, draw_ant, draw_bee, reference
 from tests.ops.test_biased import ours
 from tests.refusals import refused
@@ -77,50 +77,47 @@ def _over_processes():
         torch.testing.assert_close(got.double()[seen], wanted[seen], rtol=1e-4, atol=1e-4)
 
 
-def test_refuses_on_every_rank():
+@on_ranks(2)
+def test_refuses_on_every_rank(comm):
     """Also where only one rank's input is wrong, or each's is right and they differ."""
-
-    def body(comm):
-        batch, whole, _ = problem("ant")
-        formula, relations, tokens = ours(batch, "cpu")
-        q, k, v, table = whole[:4]
-        given = {"formula": formula, "relations": relations, "tokens": tokens, "group": comm}
-        first = comm.rank == 0
-        disagree = "disagree | fix: | rank 0: biased attention | rank 1: biased attention"
-        for change, inputs, options, words in (
-            (
-                {},
-                (q, k, v, table[:-1] if first else table),
-                {},
-                "bias table | [21, 3] | float64 [20, 3] | fix: ",
-            ),
-            (
-                {},
-                (q, k, v, table.float() if first else table),
-                {},
-                f"{disagree} | float32[21, 3] | float64[21, 3]",
-            ),
-            (
-                {},
-                (q.clone().requires_grad_() if first else q, k, v, table),
-                {},
-                f"{disagree} | without gradient",
-            ),
-            ({}, (q[:, 1:], k, v, table), {}, "[2, 29] | [2, 28] | fix: "),
-            ({}, (q, k, v, table), {"scale": 0.0}, "scale | positive | 0.0"),
-            ({}, (q, k, v, table), {"scale": math.inf}, "scale | positive | inf"),
-            ({"relations": relations + 30 * first}, (q, k, v, table), {}, "relation | 30 | 0 to 9"),
-            ({"kernel": "fa4"}, (q, k, v, table), {}, "kernel | 'fa4' | auto, triton, reference"),
-            (
-                {"kernel": "triton"},
-                (q, k, v, table),
-                {},
-                "'triton' | bfloat16 | torch.float64 | kernel='auto'",
-            ),
-            ({"transport": "mpi"}, (q, k, v, table), {}, "transport | 'mpi' | auto, gloo, nccl, peer"),
-            ({"transport": "nccl"}, (q, k, v, table), {}, "transport | 'nccl' | threads | transport='auto'"),
-        ):
-            with refused(words):
-                biased_attention(*inputs, BiasedSequence(**given | change), **options)
-
-    run_ranks(2, body)
+    batch, whole, _ = problem("ant")
+    formula, relations, tokens = ours(batch, "cpu")
+    q, k, v, table = whole[:4]
+    given = {"formula": formula, "relations": relations, "tokens": tokens, "group": comm}
+    first = comm.rank == 0
+    disagree = "disagree | fix: | rank 0: biased attention | rank 1: biased attention"
+    for change, inputs, options, words in (
+        (
+            {},
+            (q, k, v, table[:-1] if first else table),
+            {},
+            "bias table | [21, 3] | float64 [20, 3] | fix: ",
+        ),
+        (
+            {},
+            (q, k, v, table.float() if first else table),
+            {},
+            f"{disagree} | float32[21, 3] | float64[21, 3]",
+        ),
+        (
+            {},
+            (q.clone().requires_grad_() if first else q, k, v, table),
+            {},
+            f"{disagree} | without gradient",
+        ),
+        ({}, (q[:, 1:], k, v, table), {}, "[2, 29] | [2, 28] | fix: "),
+        ({}, (q, k, v, table), {"scale": 0.0}, "scale | positive | 0.0"),
+        ({}, (q, k, v, table), {"scale": math.inf}, "scale | positive | inf"),
+        ({"relations": relations + 30 * first}, (q, k, v, table), {}, "relation | 30 | 0 to 9"),
+        ({"kernel": "fa4"}, (q, k, v, table), {}, "kernel | 'fa4' | auto, triton, reference"),
+        (
+            {"kernel": "triton"},
+            (q, k, v, table),
+            {},
+            "'triton' | bfloat16 | torch.float64 | kernel='auto'",
+        ),
+        ({"transport": "mpi"}, (q, k, v, table), {}, "transport | 'mpi' | auto, gloo, nccl, peer"),
+        ({"transport": "nccl"}, (q, k, v, table), {}, "transport | 'nccl' | threads | transport='auto'"),
+    ):
+        with refused(words):
+            biased_attention(*inputs, BiasedSequence(**given | change), **options)

@@ -20,7 +20,7 @@ from bmburst.integrations.cpm_live_batch import SplitTokens
 from bmburst.recompute import checkpoint
 from bmburst_ops.biased import Tokens
 from tests.distributed.processes import run_processes
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.ops.biased_oracle import draw, draw_bee, reference
 from tests.ops.test_biased import DEVICE, ours
 from tests.refusals import refused
@@ -102,26 +102,23 @@ def expected():
 
 
 @pytest.mark.parametrize("policy", ["none", "block", "block-keep-attention"])
-def test_ranks_tell_each_other_their_tokens_once(policy):
+@on_ranks(2)
+def test_ranks_tell_each_other_their_tokens_once(comm, policy):
     """Whatever is computed again; then keys and values travel alone. Gradients are those of the formulas."""
-
-    def body(comm):
-        sequence, leaves, grad = part_of(comm)
-        gathered, sent, gather, ring = [], [], comm.all_gather, comm.ring
-        comm.all_gather = lambda tensor: (gathered.append(tensor), gather(tensor))[1]
-        comm.ring = lambda *tensors, shift=1: (sent.append(len(tensors)), ring(*tensors, shift=shift))[1]
-        for _ in range(2):
-            out = checkpoint(policy, lambda *x: biased_attention(*x, sequence)[0], *leaves)
-            gradients = torch.autograd.grad(out, leaves, grad)
-        del comm.all_gather, comm.ring
-        assert len(gathered) == 1 and set(sent) == {2}
-        (table,) = comm.all_reduce(gradients[3]).wait()
-        wanted = expected()
-        torch.testing.assert_close(table, wanted[4])
-        for found, whole in zip((out, *gradients[:3]), wanted[:4], strict=True):
-            torch.testing.assert_close(found, whole.chunk(comm.size, 1)[comm.rank])
-
-    run_ranks(2, body)
+    sequence, leaves, grad = part_of(comm)
+    gathered, sent, gather, ring = [], [], comm.all_gather, comm.ring
+    comm.all_gather = lambda tensor: (gathered.append(tensor), gather(tensor))[1]
+    comm.ring = lambda *tensors, shift=1: (sent.append(len(tensors)), ring(*tensors, shift=shift))[1]
+    for _ in range(2):
+        out = checkpoint(policy, lambda *x: biased_attention(*x, sequence)[0], *leaves)
+        gradients = torch.autograd.grad(out, leaves, grad)
+    del comm.all_gather, comm.ring
+    assert len(gathered) == 1 and set(sent) == {2}
+    (table,) = comm.all_reduce(gradients[3]).wait()
+    wanted = expected()
+    torch.testing.assert_close(table, wanted[4])
+    for found, whole in zip((out, *gradients[:3]), wanted[:4], strict=True):
+        torch.testing.assert_close(found, whole.chunk(comm.size, 1)[comm.rank])
 
 
 def test_it_runs_by_the_schedules_of_all_attention(monkeypatch):
@@ -163,25 +160,22 @@ def test_it_goes_with_the_batch():
 
 
 @pytest.mark.parametrize("changed", ["relations", "position", "span", "before"])
-def test_what_is_changed_in_place_is_refused(changed):
+@on_ranks(2)
+def test_what_is_changed_in_place_is_refused(comm, changed):
     """On every rank where one rank's was; what was begun ends as it began."""
-
-    def body(comm):
-        sequence, leaves, grad = part_of(comm)
-        if changed != "before":
-            out, _ = biased_attention(*leaves, sequence)
-        tensor = sequence.relations if changed == "relations" else getattr(sequence.tokens, changed, TOKENS.span)
-        tensor = sequence.tokens.span if changed == "before" else tensor
-        if comm.rank == 0:
-            tensor.add_(1)
-        for given in (sequence, copy.copy(sequence)):
-            with refused("changed in place", "fix: ", "new", "each batch"):
-                biased_attention(*leaves, given)
-        if changed != "before":
-            found = torch.autograd.grad(out, leaves[0], grad)[0]
-            torch.testing.assert_close(found, expected()[1].chunk(comm.size, 1)[comm.rank])
-
-    run_ranks(2, body)
+    sequence, leaves, grad = part_of(comm)
+    if changed != "before":
+        out, _ = biased_attention(*leaves, sequence)
+    tensor = sequence.relations if changed == "relations" else getattr(sequence.tokens, changed, TOKENS.span)
+    tensor = sequence.tokens.span if changed == "before" else tensor
+    if comm.rank == 0:
+        tensor.add_(1)
+    for given in (sequence, copy.copy(sequence)):
+        with refused("changed in place", "fix: ", "new", "each batch"):
+            biased_attention(*leaves, given)
+    if changed != "before":
+        found = torch.autograd.grad(out, leaves[0], grad)[0]
+        torch.testing.assert_close(found, expected()[1].chunk(comm.size, 1)[comm.rank])
 
 
 def test_a_copy_finds_its_own():
@@ -216,16 +210,14 @@ def test_position_biases_of_one_formula_get_one_sequence():
     assert replace(tokens).under(FORMULA) is not tokens.under(FORMULA)
 
 
-def test_ranks_that_do_not_share_alike_are_told():
-    def body(comm):
-        sequence, leaves, _ = part_of(comm)
+@on_ranks(2)
+def test_ranks_that_do_not_share_alike_are_told(comm):
+    sequence, leaves, _ = part_of(comm)
+    biased_attention(*leaves, sequence)
+    if comm.rank:
+        sequence = replace(sequence)
+    with refused("disagree", "new sequence", "known sequence"):
         biased_attention(*leaves, sequence)
-        if comm.rank:
-            sequence = replace(sequence)
-        with refused("disagree", "new sequence", "known sequence"):
-            biased_attention(*leaves, sequence)
-
-    run_ranks(2, body)
 
 
 @pytest.mark.long

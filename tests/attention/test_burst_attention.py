@@ -13,7 +13,7 @@ from bmburst.schedule.mask import make_mask
 from bmburst_ops.flash import ReferenceKernel
 from tests.attention.oracle import draw, problem, reference
 from tests.distributed.processes import run_processes
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.pairs import pairwise
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
@@ -74,15 +74,13 @@ def _over_processes():
             compare(comm, layout, "causal", 31, 4, 2, {"strategy": strategy, "scale": None})
 
 
-def test_scale_and_negative_peaks():
-    def body(comm):
-        whole = draw(3, 1, 18, 2, 2, 8, spread=6.0)  # scores in the hundreds: a naive merge overflows
-        expected = reference(*whole[:4], "causal", whole[4], scale=0.9)
-        got = split_attention(comm, whole, "zigzag", "causal", scale=0.9)
-        for ours, wanted in zip(got, expected, strict=True):
-            torch.testing.assert_close(ours.detach(), wanted, rtol=1e-9, atol=1e-9)
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_scale_and_negative_peaks(comm):
+    whole = draw(3, 1, 18, 2, 2, 8, spread=6.0)  # scores in the hundreds: a naive merge overflows
+    expected = reference(*whole[:4], "causal", whole[4], scale=0.9)
+    got = split_attention(comm, whole, "zigzag", "causal", scale=0.9)
+    for ours, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours.detach(), wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -106,84 +104,74 @@ def test_no_less_accurate_than_one_device(dtype, strategy):
         run_ranks(size, body)
 
 
-def test_strided_inputs_and_gradients():
+@on_ranks(2)
+def test_strided_inputs_and_gradients(comm):
     """Slices of one projection, which is how models make them, a head_dim that is not dense, and such a dO."""
-
-    def body(comm):
-        whole = draw(5, 2, 20, 4, 2, 8)
-        fused = torch.cat(whole[:3], dim=2).requires_grad_()
-        mine = bmburst.shard(fused, group=comm)
-        q, k, v = mine[:, :, :4], mine[:, :, 4:6], mine[:, :, 6:]
-        q, k = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k))
-        out = bmburst.burst_attention(q, k, v, group=comm)
-        out.backward(bmburst.shard(whole[3], group=comm).transpose(1, 3).contiguous().transpose(1, 3))
-        (total,) = comm.all_reduce(fused.grad).wait()
-        expected = reference(*whole[:4], "causal")
-        torch.testing.assert_close(total, torch.cat(expected[2:], dim=2), rtol=1e-9, atol=1e-10)
-
-    run_ranks(2, body)
+    whole = draw(5, 2, 20, 4, 2, 8)
+    fused = torch.cat(whole[:3], dim=2).requires_grad_()
+    mine = bmburst.shard(fused, group=comm)
+    q, k, v = mine[:, :, :4], mine[:, :, 4:6], mine[:, :, 6:]
+    q, k = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k))
+    out = bmburst.burst_attention(q, k, v, group=comm)
+    out.backward(bmburst.shard(whole[3], group=comm).transpose(1, 3).contiguous().transpose(1, 3))
+    (total,) = comm.all_reduce(fused.grad).wait()
+    expected = reference(*whole[:4], "causal")
+    torch.testing.assert_close(total, torch.cat(expected[2:], dim=2), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
 @pytest.mark.parametrize("head_dim", [1, 7, 300])
-def test_any_head_dim(kernel, head_dim):
-    def body(comm):
-        whole = draw(6, 1, 10, 2, 1, head_dim)
-        expected = reference(*whole[:4], "causal", whole[4])
-        got = split_attention(comm, whole, "zigzag", "causal", kernel=kernel)
-        for ours, wanted in zip(got, expected, strict=True):
-            torch.testing.assert_close(ours.detach(), wanted, rtol=1e-9, atol=1e-9)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_any_head_dim(comm, kernel, head_dim):
+    whole = draw(6, 1, 10, 2, 1, head_dim)
+    expected = reference(*whole[:4], "causal", whole[4])
+    got = split_attention(comm, whole, "zigzag", "causal", kernel=kernel)
+    for ours, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours.detach(), wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
-def test_gradients_scale_with_the_loss(kernel):
+@on_ranks(2)
+def test_gradients_scale_with_the_loss(comm, kernel):
     """Down to 1e-25 and up to 1e25 in fp32: no square of a gradient may leave fp32's range."""
-
-    def body(comm):
-        whole = draw(7, 1, 12, 2, 2, 8, torch.float32)
-        q, k, v, grad = (bmburst.shard(t.float(), group=comm).clone().requires_grad_() for t in whole[:4])
-        out = bmburst.burst_attention(q, k, v, group=comm, kernel=kernel)
-        expected = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
-        for scale in (1e-25, 1e-20, 1e20, 1e25):
-            for ours, wanted in zip(
-                torch.autograd.grad(out, (q, k, v), grad * scale, retain_graph=True), expected, strict=True
-            ):
-                torch.testing.assert_close(ours / scale, wanted, rtol=1e-4, atol=1e-5)
-
-    run_ranks(2, body)
+    whole = draw(7, 1, 12, 2, 2, 8, torch.float32)
+    q, k, v, grad = (bmburst.shard(t.float(), group=comm).clone().requires_grad_() for t in whole[:4])
+    out = bmburst.burst_attention(q, k, v, group=comm, kernel=kernel)
+    expected = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+    for scale in (1e-25, 1e-20, 1e20, 1e25):
+        for ours, wanted in zip(
+            torch.autograd.grad(out, (q, k, v), grad * scale, retain_graph=True), expected, strict=True
+        ):
+            torch.testing.assert_close(ours / scale, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["kv", "burst"])
-def test_what_requires_a_gradient(strategy):
-    def body(comm):
-        whole = draw(8, 1, 12, 2, 2, 8)
-        out, lse, *grads = reference(*whole[:4], "causal")
-        mine = [bmburst.shard(t, group=comm) for t in whole]
-        attend = partial(bmburst.burst_attention, group=comm, strategy=strategy)
-        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-            with mode():
-                got = attend(*mine[:3])
-            assert not got.requires_grad
-            torch.testing.assert_close(got, bmburst.shard(out, group=comm))
-        for i in range(3):
-            inputs = [t.clone().requires_grad_(i == j) for j, t in enumerate(mine[:3])]
-            attend(*inputs).backward(mine[3])
-            assert [t.grad is not None for t in inputs] == [i == j for j in range(3)]
-            torch.testing.assert_close(inputs[i].grad, bmburst.shard(grads[i], group=comm))
-        inputs = [t.clone().requires_grad_() for t in mine[:3]]
-        result, got = attend(*inputs, return_lse=True)
-        torch.testing.assert_close(got.detach(), bmburst.shard(lse, dim=2, group=comm))
-        assert got.dtype == torch.float64
-        first = torch.autograd.grad(got.sum(), inputs, retain_graph=True)  # dO is None
-        _, _, *wanted = reference(*whole[:3], torch.zeros_like(whole[3]), "causal", torch.ones_like(whole[4]))
-        for ours, theirs in zip(first, wanted, strict=True):
-            torch.testing.assert_close(ours, bmburst.shard(theirs, group=comm))
-        with pytest.raises(UserError, match="create_graph=True"):
-            torch.autograd.grad(result.square().sum(), inputs, create_graph=True)[0].sum().backward()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_requires_a_gradient(comm, strategy):
+    whole = draw(8, 1, 12, 2, 2, 8)
+    out, lse, *grads = reference(*whole[:4], "causal")
+    mine = [bmburst.shard(t, group=comm) for t in whole]
+    attend = partial(bmburst.burst_attention, group=comm, strategy=strategy)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            got = attend(*mine[:3])
+        assert not got.requires_grad
+        torch.testing.assert_close(got, bmburst.shard(out, group=comm))
+    for i in range(3):
+        inputs = [t.clone().requires_grad_(i == j) for j, t in enumerate(mine[:3])]
+        attend(*inputs).backward(mine[3])
+        assert [t.grad is not None for t in inputs] == [i == j for j in range(3)]
+        torch.testing.assert_close(inputs[i].grad, bmburst.shard(grads[i], group=comm))
+    inputs = [t.clone().requires_grad_() for t in mine[:3]]
+    result, got = attend(*inputs, return_lse=True)
+    torch.testing.assert_close(got.detach(), bmburst.shard(lse, dim=2, group=comm))
+    assert got.dtype == torch.float64
+    first = torch.autograd.grad(got.sum(), inputs, retain_graph=True)  # dO is None
+    _, _, *wanted = reference(*whole[:3], torch.zeros_like(whole[3]), "causal", torch.ones_like(whole[4]))
+    for ours, theirs in zip(first, wanted, strict=True):
+        torch.testing.assert_close(ours, bmburst.shard(theirs, group=comm))
+    with pytest.raises(UserError, match="create_graph=True"):
+        torch.autograd.grad(result.square().sum(), inputs, create_graph=True)[0].sum().backward()
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
@@ -202,13 +190,11 @@ def test_autocast_changes_nothing(kernel):
     run_ranks(2, body)
 
 
-def test_repeated_backward_is_bitwise_equal():
-    def body(comm):
-        whole = draw(2, 1, 40, 2, 2, 16, torch.float32)
-        runs = [split_attention(comm, whole, "striped", "causal", torch.float32, deterministic=True) for _ in range(2)]
-        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_repeated_backward_is_bitwise_equal(comm):
+    whole = draw(2, 1, 40, 2, 2, 16, torch.float32)
+    runs = [split_attention(comm, whole, "striped", "causal", torch.float32, deterministic=True) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -8,7 +8,7 @@ import torch
 from bmburst import OpBurstAttn, OpBurstAttnStrip, burst_attn_func, burst_attn_func_striped, shard
 from bmburst.attention import api
 from tests.attention.oracle import draw, reference
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.refusals import refused
 
 
@@ -75,17 +75,15 @@ def test_options_arrive(monkeypatch):
     ]
 
 
-def test_by_keyword_and_unknown_flash():
-    def body(comm):
-        q = torch.randn(1, 4, 2, 8)
-        by_name = burst_attn_func(
-            q, q, q, softmax_scale=None, flash="cuda", causal=True, optimize_bwd_comm=True, process_group=comm
-        )
-        assert torch.equal(by_name, OpBurstAttn.apply(q, q, q, None, "cuda", True, True, False, comm))
-        with refused("flash", "'cudaa'", "'cuda'", "cuda, triton"):
-            burst_attn_func(q, q, q, flash="cudaa", process_group=comm)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_by_keyword_and_unknown_flash(comm):
+    q = torch.randn(1, 4, 2, 8)
+    by_name = burst_attn_func(
+        q, q, q, softmax_scale=None, flash="cuda", causal=True, optimize_bwd_comm=True, process_group=comm
+    )
+    assert torch.equal(by_name, OpBurstAttn.apply(q, q, q, None, "cuda", True, True, False, comm))
+    with refused("flash", "'cudaa'", "'cuda'", "cuda, triton"):
+        burst_attn_func(q, q, q, flash="cudaa", process_group=comm)
 
 
 @pytest.mark.parametrize("wrong_ranks", [(0, 1), (1,)])
@@ -99,11 +97,9 @@ def test_by_keyword_and_unknown_flash():
         ({"v": torch.ones(3), "flash": None}, "v | [batch, local_tokens, heads, head_dim] | [3] | fix: "),
     ],
 )
-def test_refuses_on_every_rank(change, words, wrong_ranks):
-    def body(comm):
-        q = torch.ones(1, 4, 4, 8)
-        given = {"q": q, "k": q, "v": q} | (change if comm.rank in wrong_ranks else {})
-        with refused(words):
-            burst_attn_func(**given, process_group=comm)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_refuses_on_every_rank(comm, change, words, wrong_ranks):
+    q = torch.ones(1, 4, 4, 8)
+    given = {"q": q, "k": q, "v": q} | (change if comm.rank in wrong_ranks else {})
+    with refused(words):
+        burst_attn_func(**given, process_group=comm)

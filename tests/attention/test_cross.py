@@ -19,7 +19,7 @@ from tests.attention.cross_oracle import compare, layout_of, local, problem
 from tests.attention.exchange_ways import move_heads
 from tests.attention.oracle import reference
 from tests.distributed.processes import run_processes
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.pairs import in_turn, long, pairwise
 from tests.refusals import refused
 
@@ -234,33 +234,26 @@ PAIRED = bmburst.Documents((3, 5), True, (6, 6))
         ),
     ],
 )
-def test_what_has_no_meaning_is_refused_on_every_rank(options, words):
-    def body(comm):
-        q, k = torch.zeros(1, 4, 2, 8), torch.zeros(1, 6, 2, 8)
-        with refused(words):
-            bmburst.burst_attention(q, k, k, group=comm, **options)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_has_no_meaning_is_refused_on_every_rank(comm, options, words):
+    q, k = torch.zeros(1, 4, 2, 8), torch.zeros(1, 6, 2, 8)
+    with refused(words):
+        bmburst.burst_attention(q, k, k, group=comm, **options)
 
 
-def test_ranks_that_disagree_on_keys_are_refused():
-    def body(comm):
-        q, k = torch.zeros(1, 4, 2, 8), torch.zeros(1, 6, 2, 8)
-        with refused("key"):
-            bmburst.burst_attention(q, k, k, mask="full", key_length=11 + comm.rank, group=comm)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_ranks_that_disagree_on_keys_are_refused(comm):
+    q, k = torch.zeros(1, 4, 2, 8), torch.zeros(1, 6, 2, 8)
+    with refused("key"):
+        bmburst.burst_attention(q, k, k, mask="full", key_length=11 + comm.rank, group=comm)
 
 
-def test_ranks_that_disagree_on_whether_keys_are_another_sequence_are_refused():
+@on_ranks(2)
+def test_ranks_that_disagree_on_whether_keys_are_another_sequence_are_refused(comm):
     """Their plans are alike, but checkpoints would keep different parts."""
-
-    def body(comm):
-        q = torch.zeros(1, 4, 2, 8)
-        with refused("key_layout zigzag"):
-            bmburst.burst_attention(q, q, q, key_length=8 if comm.rank else None, group=comm)
-
-    run_ranks(2, body)
+    q = torch.zeros(1, 4, 2, 8)
+    with refused("key_layout zigzag"):
+        bmburst.burst_attention(q, q, q, key_length=8 if comm.rank else None, group=comm)
 
 
 def test_documents_of_other_numbers_are_refused():
@@ -280,16 +273,13 @@ def test_paired_documents_of_one_sequence_are_refused(mask):
         bmburst.burst_attention(q, q, q, mask=mask)
 
 
-def test_a_staircase_is_one_kernel_call():
+@on_ranks(2)
+def test_a_staircase_is_one_kernel_call(comm):
     """Of striped queries and contiguous keys; without it every query would be a call of its own."""
-
-    def body(comm):
-        q, k = torch.zeros(1, 40, 2, 8), torch.zeros(1, 60, 2, 8)
-        options = AttentionOptions(layout="striped", key_layout="contiguous")
-        call = decide(comm, q, k, k, None, options, 120)
-        assert [len(call.tiles(comm.rank, other)) for other in range(2)] == [1, 1]
-
-    run_ranks(2, body)
+    q, k = torch.zeros(1, 40, 2, 8), torch.zeros(1, 60, 2, 8)
+    options = AttentionOptions(layout="striped", key_layout="contiguous")
+    call = decide(comm, q, k, k, None, options, 120)
+    assert [len(call.tiles(comm.rank, other)) for other in range(2)] == [1, 1]
 
 
 def test_tiles_that_keep_keys_whole_are_cut_where_documents_of_keys_begin():

@@ -15,7 +15,7 @@ from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, Refere
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.live_bytes import LiveBytes
 from tests.pairs import pairwise
 
@@ -205,13 +205,13 @@ class Idle:
     def __init__(self, log):
         self.log = log
 
-    def forward(self, q, k, _, *, pattern, into=None, **__):
-        self.note(q, k, pattern)
+    def forward(self, q, k, _, scoring, into=None):
+        self.note(q, k, scoring.pattern)
         into = into or Partial(torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1]))
         return Partial(*(result.zero_() for result in into))
 
-    def backward(self, given, *, pattern, into, **_):
-        self.note(given.q, given.k, pattern)
+    def backward(self, given, scoring, *, into, **_):
+        self.note(given.q, given.k, scoring.pattern)
         for gradient in into:
             gradient.zero_()
 
@@ -302,18 +302,15 @@ def test_the_kernel_is_told_whether_to_be_deterministic(monkeypatch, wanted):
     assert seen == [wanted] * 4  # own keys and a rectangle, on each rank
 
 
-def test_padding_is_never_read():
+@on_ranks(3)
+def test_padding_is_never_read(comm):
     """What stands in padding rows, here nothing that is a number, goes nowhere."""
-
-    def body(comm):
-        whole = draw(4, 1, 21, 4, 2, 8)
-        _, _, *grads = expected = reference(*whole[:4], "causal")
-        q, k, v, grad = (bmburst.shard(t, group=comm, pad_value=float("nan")) for t in whole[:4])
-        q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
-        out = bmburst.burst_attention(q, k, v, group=comm, length=21, strategy="gather", kernel="reference")
-        torch.testing.assert_close(out.detach(), bmburst.shard(expected[0], group=comm))
-        out.backward(grad.nan_to_num())
-        for ours, wanted in zip((q.grad, k.grad, v.grad), grads, strict=True):
-            torch.testing.assert_close(ours, bmburst.shard(wanted, group=comm))
-
-    run_ranks(3, body)
+    whole = draw(4, 1, 21, 4, 2, 8)
+    _, _, *grads = expected = reference(*whole[:4], "causal")
+    q, k, v, grad = (bmburst.shard(t, group=comm, pad_value=float("nan")) for t in whole[:4])
+    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
+    out = bmburst.burst_attention(q, k, v, group=comm, length=21, strategy="gather", kernel="reference")
+    torch.testing.assert_close(out.detach(), bmburst.shard(expected[0], group=comm))
+    out.backward(grad.nan_to_num())
+    for ours, wanted in zip((q.grad, k.grad, v.grad), grads, strict=True):
+        torch.testing.assert_close(ours, bmburst.shard(wanted, group=comm))

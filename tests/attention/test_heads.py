@@ -22,7 +22,7 @@ from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare
 from tests.attention.test_ring_traffic import Counting
 from tests.distributed.processes import run_processes
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.pairs import pairwise
 from tests.refusals import refused
 
@@ -177,64 +177,56 @@ def attend(comm, q, k, v, grad, kernel):
     return [bmburst.unshard(t.detach(), group=comm, length=q.shape[1]) for t in parts]
 
 
-def test_strided_inputs(units):
+@on_ranks(2)
+def test_strided_inputs(comm, units):
     """Slices of one projection, heads before tokens, and a head_dim that is not dense."""
-
-    def body(comm):
-        whole = draw(5, 2, 20, 4, 2, 8)
-        expected = reference(*whole[:4], "causal")
-        fused = bmburst.shard(torch.cat(whole[:3], dim=2), group=comm)
-        grad = bmburst.shard(whole[3], group=comm)
-        for order in ((0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)):
-            back = [order.index(i) for i in range(4)]
-            base = fused.permute(order).contiguous().requires_grad_()
-            q, k, v = base.permute(back).split((4, 2, 2), dim=2)
-            out = bmburst.burst_attention(q, k, v, group=comm, strategy="heads")
-            out.backward(grad.permute(order).contiguous().permute(back))
-            got = bmburst.unshard(base.grad.permute(back), group=comm, length=20)
-            torch.testing.assert_close(got, torch.cat(expected[2:], dim=2), rtol=1e-9, atol=1e-10)
-
-    run_ranks(2, body)
+    whole = draw(5, 2, 20, 4, 2, 8)
+    expected = reference(*whole[:4], "causal")
+    fused = bmburst.shard(torch.cat(whole[:3], dim=2), group=comm)
+    grad = bmburst.shard(whole[3], group=comm)
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)):
+        back = [order.index(i) for i in range(4)]
+        base = fused.permute(order).contiguous().requires_grad_()
+        q, k, v = base.permute(back).split((4, 2, 2), dim=2)
+        out = bmburst.burst_attention(q, k, v, group=comm, strategy="heads")
+        out.backward(grad.permute(order).contiguous().permute(back))
+        got = bmburst.unshard(base.grad.permute(back), group=comm, length=20)
+        torch.testing.assert_close(got, torch.cat(expected[2:], dim=2), rtol=1e-9, atol=1e-10)
 
 
-def test_every_rank_may_have_strides_of_its_own(units):
+@on_ranks(2)
+def test_every_rank_may_have_strides_of_its_own(comm, units):
     """Contiguous, a slice of a projection, heads before tokens, and expanded over tokens or heads."""
-
-    def body(comm):
-        whole = [torch.full((1, 8, 8, 8), 0.5).double(), *draw(6, 1, 8, 8, 4, 8)[1:4]]
-        expected = reference(*whole, "causal")
-        mine = [bmburst.shard(t, group=comm) for t in whole]
-        q, k, v, grad = mine
-        if comm.rank == 0:
-            q = q[:, :1, :1].expand(q.shape)
-            k = torch.cat((k, v), 2)[:, :, :4]
-        else:
-            v = v.transpose(1, 2).contiguous().transpose(1, 2)
-            grad = grad.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
-        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = bmburst.burst_attention(*inputs, group=comm, strategy="heads")
-        got = [out, *torch.autograd.grad(out, inputs, grad)]
-        for ours, wanted in zip(got, (expected[0], *expected[2:]), strict=True):
-            torch.testing.assert_close(bmburst.unshard(ours, group=comm, length=8), wanted, rtol=1e-9, atol=1e-10)
-
-    run_ranks(2, body)
+    whole = [torch.full((1, 8, 8, 8), 0.5).double(), *draw(6, 1, 8, 8, 4, 8)[1:4]]
+    expected = reference(*whole, "causal")
+    mine = [bmburst.shard(t, group=comm) for t in whole]
+    q, k, v, grad = mine
+    if comm.rank == 0:
+        q = q[:, :1, :1].expand(q.shape)
+        k = torch.cat((k, v), 2)[:, :, :4]
+    else:
+        v = v.transpose(1, 2).contiguous().transpose(1, 2)
+        grad = grad.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = bmburst.burst_attention(*inputs, group=comm, strategy="heads")
+    got = [out, *torch.autograd.grad(out, inputs, grad)]
+    for ours, wanted in zip(got, (expected[0], *expected[2:]), strict=True):
+        torch.testing.assert_close(bmburst.unshard(ours, group=comm, length=8), wanted, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (4, 1)])
-def test_moves_the_bytes_that_its_tensors_have(heads, kv_heads, units):
-    def body(comm):
-        counting = Counting(comm)
-        q, k, v = (torch.randn(2, 6, h, 8).bfloat16().requires_grad_() for h in (heads, kv_heads, kv_heads))
-        out = bmburst.burst_attention(q, k, v, group=counting, strategy="heads")
-        away = (comm.size - 1) / comm.size
-        repeated = max(kv_heads, comm.size)  # each rank gets a KV head of its own
-        rows = 2 * 6
-        assert counting.sent == away * rows * (16 * (2 * heads + 2 * repeated) + 4 * heads)
-        counting.sent = 0
-        out.sum().backward()
-        assert counting.sent == away * rows * (16 * (3 * heads + 4 * repeated) + 2 * 4 * heads)
-
-    run_ranks(4, body)
+@on_ranks(4)
+def test_moves_the_bytes_that_its_tensors_have(comm, heads, kv_heads, units):
+    counting = Counting(comm)
+    q, k, v = (torch.randn(2, 6, h, 8).bfloat16().requires_grad_() for h in (heads, kv_heads, kv_heads))
+    out = bmburst.burst_attention(q, k, v, group=counting, strategy="heads")
+    away = (comm.size - 1) / comm.size
+    repeated = max(kv_heads, comm.size)  # each rank gets a KV head of its own
+    rows = 2 * 6
+    assert counting.sent == away * rows * (16 * (2 * heads + 2 * repeated) + 4 * heads)
+    counting.sent = 0
+    out.sum().backward()
+    assert counting.sent == away * rows * (16 * (3 * heads + 4 * repeated) + 2 * 4 * heads)
 
 
 @pytest.mark.parametrize(
@@ -247,14 +239,12 @@ def test_moves_the_bytes_that_its_tensors_have(heads, kv_heads, units):
         ("gather", 4, 4, "striped", "layout | 'striped' | neighbouring tokens | 'zigzag'"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_reason(name, heads, kv_heads, layout, words):
-    def body(comm):
-        q, k, v = (torch.zeros(1, 4, h, 8) for h in (heads, kv_heads, kv_heads))
-        with refused("strategy", f"'{name}'", words, "strategy='auto'"):
-            bmburst.burst_attention(q, k, v, group=comm, strategy=name, layout=layout)
-        bmburst.burst_attention(q, k, v, group=comm, layout=layout)
-
-    run_ranks(4, body)
+@on_ranks(4)
+def test_what_cannot_be_is_refused_with_its_reason(comm, name, heads, kv_heads, layout, words):
+    q, k, v = (torch.zeros(1, 4, h, 8) for h in (heads, kv_heads, kv_heads))
+    with refused("strategy", f"'{name}'", words, "strategy='auto'"):
+        bmburst.burst_attention(q, k, v, group=comm, strategy=name, layout=layout)
+    bmburst.burst_attention(q, k, v, group=comm, layout=layout)
 
 
 def test_units_follow_each_other_while_kernels_run(monkeypatch):
@@ -357,12 +347,10 @@ def test_the_launches_of_the_first_call_in_a_place_serve_later_calls(monkeypatch
     assert len(first) < 2 * 3 * len(lengths)
 
 
-def test_plans_are_made_once():
-    def body(comm):
-        inputs = [torch.zeros(1, 8, 4, 8) for _ in range(3)]
-        calls = [decide(comm, *inputs, None, AttentionOptions(strategy="heads")) for _ in range(2)]
-        plan, same = (call.heads_plan([t.clone() for t in inputs], backward=False) for call in calls)
-        assert plan is same
-        assert plan is not calls[0].heads_plan([t.mT.contiguous().mT for t in inputs], backward=False)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_plans_are_made_once(comm):
+    inputs = [torch.zeros(1, 8, 4, 8) for _ in range(3)]
+    calls = [decide(comm, *inputs, None, AttentionOptions(strategy="heads")) for _ in range(2)]
+    plan, same = (call.heads_plan([t.clone() for t in inputs], backward=False) for call in calls)
+    assert plan is same
+    assert plan is not calls[0].heads_plan([t.mT.contiguous().mT for t in inputs], backward=False)

@@ -19,7 +19,7 @@ from bmburst_ops.flash import ReferenceKernel
 from tests.attention.exchange_ways import move_heads
 from tests.attention.oracle import reference
 from tests.attention.test_ring_traffic import Counting
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.pairs import pairwise
 from tests.refusals import refused
 
@@ -155,15 +155,12 @@ def test_half_of_the_results_can_be_kept(monkeypatch):
             torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_that_disagree_are_refused():
+@on_ranks(2)
+def test_ranks_that_disagree_are_refused(comm):
     """One has keys and values of all heads, since its weight is not plain."""
-
-    def body(comm):
-        q, latent, rotary = (t[:, :8] for t in drawn()[:3])
-        with refused("disagree", "latents of 10"):
-            if comm.rank:
-                attend_latents(q, latent, rotary, drawn()[3], None, comm, AttentionOptions())
-            else:
-                bmburst.burst_attention(q, q, q.new_zeros(2, 8, HEADS, VALUE), group=comm)
-
-    run_ranks(2, body)
+    q, latent, rotary = (t[:, :8] for t in drawn()[:3])
+    with refused("disagree", "latents of 10"):
+        if comm.rank:
+            attend_latents(q, latent, rotary, drawn()[3], None, comm, AttentionOptions())
+        else:
+            bmburst.burst_attention(q, q, q.new_zeros(2, 8, HEADS, VALUE), group=comm)

@@ -15,7 +15,7 @@ from bmburst.mesh import Mesh
 from tests.attention.oracle import draw, problem, reference
 from tests.attention.test_burst_attention import split_attention
 from tests.distributed.processes import run_processes
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.mask_oracle import random_mask, random_tree
 from tests.pairs import pairwise
 from tests.refusals import refused
@@ -138,57 +138,47 @@ def test_the_default_device_is_the_programs_own(name):
     run_ranks(2, body)
 
 
-def test_names_and_values_are_the_same():
-    def body(comm):
-        whole = draw(2, 1, 24, 2, 2, 8)
-        for name, mask in (("causal", Causal()), ("full", Full()), ("causal", Full() & Causal())):
-            for by_name, by_value in zip(
-                split_attention(comm, whole, "zigzag", name), split_attention(comm, whole, "zigzag", mask), strict=True
-            ):
-                assert torch.equal(by_name, by_value)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_names_and_values_are_the_same(comm):
+    whole = draw(2, 1, 24, 2, 2, 8)
+    for name, mask in (("causal", Causal()), ("full", Full()), ("causal", Full() & Causal())):
+        for by_name, by_value in zip(
+            split_attention(comm, whole, "zigzag", name), split_attention(comm, whole, "zigzag", mask), strict=True
+        ):
+            assert torch.equal(by_name, by_value)
 
 
-def test_the_mask_says_how_long_the_sequence_is():
+@on_ranks(2)
+def test_the_mask_says_how_long_the_sequence_is(comm):
     """Without `length` the tokens behind the documents are padding."""
-
-    def body(comm):
-        q = torch.ones(1, 8, 2, 4)
-        out = bmburst.burst_attention(q, q, q, mask=Documents([5, 6]), layout="contiguous", group=comm)
-        assert bool(out[:, 3:].any()) == (comm.rank == 0)
-
-    run_ranks(2, body)
+    q = torch.ones(1, 8, 2, 4)
+    out = bmburst.burst_attention(q, q, q, mask=Documents([5, 6]), layout="contiguous", group=comm)
+    assert bool(out[:, 3:].any()) == (comm.rank == 0)
 
 
-def test_each_sample_may_have_its_own_mask():
-    def body(comm):
-        whole = draw(4, 2, 26, 2, 1, 8)
-        masks = (Documents([9, 17]), SlidingWindow(5) & Documents([20, 6]))
-        expected = [reference(*(t[i : i + 1] for t in whole[:4]), mask) for i, mask in enumerate(masks)]
-        got = split_attention_of_samples(comm, whole, masks)
-        for ours, theirs in zip(got, zip(*expected, strict=True), strict=True):
-            torch.testing.assert_close(ours.detach(), torch.cat(theirs), rtol=1e-9, atol=1e-10)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_each_sample_may_have_its_own_mask(comm):
+    whole = draw(4, 2, 26, 2, 1, 8)
+    masks = (Documents([9, 17]), SlidingWindow(5) & Documents([20, 6]))
+    expected = [reference(*(t[i : i + 1] for t in whole[:4]), mask) for i, mask in enumerate(masks)]
+    got = split_attention_of_samples(comm, whole, masks)
+    for ours, theirs in zip(got, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(ours.detach(), torch.cat(theirs), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-def test_samples_are_joined_in_any_dtype_under_autocast(low):
+@on_ranks(2)
+def test_samples_are_joined_in_any_dtype_under_autocast(comm, low):
     """torch's own joining takes there, of 16-bit tensors, those of autocast's dtype alone."""
-
-    def body(comm):
-        masks = (Documents([5, 3]), SlidingWindow(5))
-        for dtype in (torch.float64, torch.bfloat16, torch.float16):
-            q = torch.randn(2, 8 // comm.size, 2, 8).to(dtype).requires_grad_()
-            runs = []
-            for is_on in (False, True):
-                with torch.autocast("cpu", low, enabled=is_on):
-                    out = bmburst.burst_attention(q, q, q, mask=masks, group=comm)
-                runs.append((out, *torch.autograd.grad(out.sum(), q)))
-            assert all(a.equal(b) and a.dtype == dtype for a, b in zip(*runs, strict=True))
-
-    run_ranks(2, body)
+    masks = (Documents([5, 3]), SlidingWindow(5))
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        q = torch.randn(2, 8 // comm.size, 2, 8).to(dtype).requires_grad_()
+        runs = []
+        for is_on in (False, True):
+            with torch.autocast("cpu", low, enabled=is_on):
+                out = bmburst.burst_attention(q, q, q, mask=masks, group=comm)
+            runs.append((out, *torch.autograd.grad(out.sum(), q)))
+        assert all(a.equal(b) and a.dtype == dtype for a, b in zip(*runs, strict=True))
 
 
 def split_attention_of_samples(comm, whole, masks):
@@ -216,22 +206,18 @@ def split_attention_of_samples(comm, whole, masks):
         ),
     ],
 )
-def test_what_cannot_work_is_refused_on_every_rank(options, words):
-    def body(comm):
-        q = torch.ones(2, 8, 2, 4)
-        with refused(words):
-            bmburst.burst_attention(q, q, q, length=16, group=comm, **options)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_cannot_work_is_refused_on_every_rank(comm, options, words):
+    q = torch.ones(2, 8, 2, 4)
+    with refused(words):
+        bmburst.burst_attention(q, q, q, length=16, group=comm, **options)
 
 
-def test_ranks_with_different_masks_are_told():
-    def body(comm):
-        q = torch.ones(1, 8, 2, 4)
-        with refused("disagree", "fix: ", "2 documents of 6 to 10 tokens", "2 documents of 7 to 9 tokens"):
-            bmburst.burst_attention(q, q, q, mask=Documents([6 + comm.rank, 10 - comm.rank]), group=comm)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_ranks_with_different_masks_are_told(comm):
+    q = torch.ones(1, 8, 2, 4)
+    with refused("disagree", "fix: ", "2 documents of 6 to 10 tokens", "2 documents of 7 to 9 tokens"):
+        bmburst.burst_attention(q, q, q, mask=Documents([6 + comm.rank, 10 - comm.rank]), group=comm)
 
 
 class Counting:
@@ -255,37 +241,32 @@ class Counting:
 
 
 @pytest.mark.parametrize(("strategy", "window_tokens"), [("gather", 7), ("ring", 32)])
-def test_blocks_that_nobody_needs_do_not_move(strategy, window_tokens):
+@on_ranks(4)
+def test_blocks_that_nobody_needs_do_not_move(comm, strategy, window_tokens):
     """A document that lives on one rank moves nothing; a window moves what the next rank sees, in a ring one block."""
-
-    def body(comm):
-        counting = Counting(comm)
-        group = CheckedCommunicator(counting, torch.device("cpu"), always=False)
-        q = torch.randn(1, 32, 2, 4, requires_grad=True)
-        for mask, tokens in ((Documents([32] * 4), 0), (SlidingWindow(8), window_tokens)):
-            if strategy == "gather" and comm.rank == 0:
-                tokens = 0
-            options = {"strategy": strategy, "layout": "contiguous", "group": group, "mask": mask}
-            counting.received = 0
-            bmburst.burst_attention(q, q, q, **options).sum().backward()
-            assert bool(counting.received) == isinstance(mask, SlidingWindow)
-            counting.received = 0
-            with torch.no_grad():
-                bmburst.burst_attention(q, q, q, **options)
-            assert counting.received == tokens * 2 * 2 * 4 * 4  # K and V, heads, head_dim, bytes
-
-    run_ranks(4, body)
+    counting = Counting(comm)
+    group = CheckedCommunicator(counting, torch.device("cpu"), always=False)
+    q = torch.randn(1, 32, 2, 4, requires_grad=True)
+    for mask, tokens in ((Documents([32] * 4), 0), (SlidingWindow(8), window_tokens)):
+        if strategy == "gather" and comm.rank == 0:
+            tokens = 0
+        options = {"strategy": strategy, "layout": "contiguous", "group": group, "mask": mask}
+        counting.received = 0
+        bmburst.burst_attention(q, q, q, **options).sum().backward()
+        assert bool(counting.received) == isinstance(mask, SlidingWindow)
+        counting.received = 0
+        with torch.no_grad():
+            bmburst.burst_attention(q, q, q, **options)
+        assert counting.received == tokens * 2 * 2 * 4 * 4  # K and V, heads, head_dim, bytes
 
 
-def test_the_mesh_decides_how_many_ranks_exchange_heads():
-    def body(comm):
-        comm.ulysses_degree = 2
-        q = torch.zeros(1, 8, 4, 8)
-        options = AttentionOptions(mask=Documents([20, 12]))
-        assert decide(comm, q, q, q, None, options).strategy.ulysses_degree == 2
-        compare(comm, "balanced", Documents([20, 12]), 32, 4, 2, {})
-
-    run_ranks(4, body)
+@on_ranks(4)
+def test_the_mesh_decides_how_many_ranks_exchange_heads(comm):
+    comm.ulysses_degree = 2
+    q = torch.zeros(1, 8, 4, 8)
+    options = AttentionOptions(mask=Documents([20, 12]))
+    assert decide(comm, q, q, q, None, options).strategy.ulysses_degree == 2
+    compare(comm, "balanced", Documents([20, 12]), 32, 4, 2, {})
 
 
 def test_what_a_mesh_says_is_its_own():

@@ -9,7 +9,7 @@ import torch
 import bmburst
 from bmburst.errors import UserError
 from tests.attention.test_burst_attention import zeros
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks
 from tests.refusals import refused, says
 
 
@@ -64,12 +64,10 @@ DTYPE = "floating-point dtype | 16 bits | convert"
     ],
 )
 @pytest.mark.parametrize("wrong_ranks", [(0, 1), (1,)])
-def test_unknown_values_are_refused_on_every_rank(options, words, wrong_ranks):
-    def body(comm):
-        with refused(words):
-            bmburst.burst_attention(*zeros(comm), group=comm, **(options if comm.rank in wrong_ranks else {}))
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_unknown_values_are_refused_on_every_rank(comm, options, words, wrong_ranks):
+    with refused(words):
+        bmburst.burst_attention(*zeros(comm), group=comm, **(options if comm.rank in wrong_ranks else {}))
 
 
 @pytest.mark.parametrize(
@@ -95,13 +93,11 @@ def test_unknown_values_are_refused_on_every_rank(options, words, wrong_ranks):
     ],
 )
 @pytest.mark.parametrize("wrong_ranks", [(0, 1), (1,)])
-def test_bad_tensors_are_refused_on_every_rank(change, words, wrong_ranks):
-    def body(comm):
-        tensors = zeros(comm)
-        with refused(words):
-            bmburst.burst_attention(*(change(*tensors) if comm.rank in wrong_ranks else tensors), group=comm)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_bad_tensors_are_refused_on_every_rank(comm, change, words, wrong_ranks):
+    tensors = zeros(comm)
+    with refused(words):
+        bmburst.burst_attention(*(change(*tensors) if comm.rank in wrong_ranks else tensors), group=comm)
 
 
 @pytest.mark.parametrize(
@@ -115,16 +111,13 @@ def test_bad_tensors_are_refused_on_every_rank(change, words, wrong_ranks):
     ],
 )
 @pytest.mark.parametrize("wrong_ranks", [(0, 1), (1,)])
-def test_bad_tensors_are_refused_before_samples_are_parted(change, words, wrong_ranks):
+@on_ranks(2)
+def test_bad_tensors_are_refused_before_samples_are_parted(comm, change, words, wrong_ranks):
     """With a mask for each sample: the inputs as they were given, not what becomes of a sample's part."""
-
-    def body(comm):
-        tensors = [torch.cat((t, t)) for t in zeros(comm)]
-        given = change(*tensors) if comm.rank in wrong_ranks else tensors
-        with refused(words):
-            bmburst.burst_attention(*given, mask=("causal", "full"), group=comm)
-
-    run_ranks(2, body)
+    tensors = [torch.cat((t, t)) for t in zeros(comm)]
+    given = change(*tensors) if comm.rank in wrong_ranks else tensors
+    with refused(words):
+        bmburst.burst_attention(*given, mask=("causal", "full"), group=comm)
 
 
 @pytest.mark.parametrize("group", [2, "world", SimpleNamespace(sequence=None)])
@@ -140,42 +133,38 @@ def test_what_only_stands_for_tensors_is_not_cut(function):
         function(torch.zeros(1, 8, 2).as_subclass(Standing))
 
 
-def test_ranks_that_disagree_are_not_shown_what_nobody_set():
-    def body(comm):
-        q = torch.zeros(1, 64, 4, 32)
-        with pytest.raises(UserError) as caught:  # an exchange of heads, whose pace hangs on the length
-            bmburst.burst_attention(q, q, q, group=comm, strategy="heads", length=128 - comm.rank)
-        told = [f"rank {rank}: burst_attention length {length}" for rank, length in enumerate((128, 127))]
+@on_ranks(2)
+def test_ranks_that_disagree_are_not_shown_what_nobody_set(comm):
+    q = torch.zeros(1, 64, 4, 32)
+    with pytest.raises(UserError) as caught:  # an exchange of heads, whose pace hangs on the length
+        bmburst.burst_attention(q, q, q, group=comm, strategy="heads", length=128 - comm.rank)
+    told = [f"rank {rank}: burst_attention length {length}" for rank, length in enumerate((128, 127))]
+    assert says(caught, "disagree", "fix: ", "same value").splitlines()[1:] == told
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_are_refused_on_every_rank(comm):
+    for name, values in (
+        ("mask", ("causal", "full")),
+        ("layout", ("zigzag", "striped")),
+        ("length", (7, 8)),
+        ("scale", (1.0, 2.0)),
+        ("softcap", (1.0, 2.0)),
+        ("kernel", ("cpu", "reference")),
+        ("strategy", ("kv", "burst")),  # which are decided on by what travels
+    ):
+        with pytest.raises(UserError) as caught:
+            bmburst.burst_attention(*zeros(comm), group=comm, **{"strategy": "kv", name: values[comm.rank]})
+        shown = ("strategy.ring_tensors", ("kv", "q")) if name == "strategy" else (name, values)
+        told = [f"rank {rank}: burst_attention {shown[0]} {value}" for rank, value in enumerate(shown[1])]
         assert says(caught, "disagree", "fix: ", "same value").splitlines()[1:] == told
-
-    run_ranks(2, body)
-
-
-def test_ranks_that_disagree_are_refused_on_every_rank():
-    def body(comm):
-        for name, values in (
-            ("mask", ("causal", "full")),
-            ("layout", ("zigzag", "striped")),
-            ("length", (7, 8)),
-            ("scale", (1.0, 2.0)),
-            ("softcap", (1.0, 2.0)),
-            ("kernel", ("cpu", "reference")),
-            ("strategy", ("kv", "burst")),  # which are decided on by what travels
-        ):
-            with pytest.raises(UserError) as caught:
-                bmburst.burst_attention(*zeros(comm), group=comm, **{"strategy": "kv", name: values[comm.rank]})
-            shown = ("strategy.ring_tensors", ("kv", "q")) if name == "strategy" else (name, values)
-            told = [f"rank {rank}: burst_attention {shown[0]} {value}" for rank, value in enumerate(shown[1])]
-            assert says(caught, "disagree", "fix: ", "same value").splitlines()[1:] == told
-        with refused("disagree", "fix: ", "rank 0: burst_attention", "q float32[1, 4, 2, 8]", "q float32[1, 6, 2, 8]"):
-            bmburst.burst_attention(*zeros(comm, tokens=4 + 2 * comm.rank), group=comm)
-        inputs = [t.requires_grad_(comm.rank == 1) for t in zeros(comm)]  # a backward that only one rank would run
-        with refused("disagree", "fix: ", "grad mode", "without gradient", "with gradient"):
-            bmburst.burst_attention(*inputs, group=comm)
-        with torch.no_grad():
-            bmburst.burst_attention(*inputs, group=comm)
-
-    run_ranks(2, body)
+    with refused("disagree", "fix: ", "rank 0: burst_attention", "q float32[1, 4, 2, 8]", "q float32[1, 6, 2, 8]"):
+        bmburst.burst_attention(*zeros(comm, tokens=4 + 2 * comm.rank), group=comm)
+    inputs = [t.requires_grad_(comm.rank == 1) for t in zeros(comm)]  # a backward that only one rank would run
+    with refused("disagree", "fix: ", "grad mode", "without gradient", "with gradient"):
+        bmburst.burst_attention(*inputs, group=comm)
+    with torch.no_grad():
+        bmburst.burst_attention(*inputs, group=comm)
 
 
 def test_meta_tensors_are_refused():

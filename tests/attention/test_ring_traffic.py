@@ -12,7 +12,7 @@ from bmburst.schedule.layout import Contiguous
 from bmburst.schedule.units import HeadShapes, backward_bytes
 from bmburst_ops.flash import ReferenceKernel
 from tests.attention.test_burst_attention import LAYOUTS, zeros
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks
 from tests.live_bytes import LiveBytes
 
 
@@ -52,23 +52,21 @@ class Counting:
 
 @pytest.mark.parametrize(("strategy", "ring_tensors"), [("kv", "kv"), ("burst", "q")])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1)])
-def test_moves_the_bytes_that_the_formula_says(strategy, ring_tensors, heads, kv_heads):
-    def body(comm):
-        sizes = HeadShapes(
-            layout=Contiguous(comm.size, 6),
-            degree=1,
-            batch=2,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=8,
-            itemsize=2,
-            statistics_itemsize=4,
-        )
-        forward, backward = count(comm, torch.bfloat16, heads, kv_heads, strategy)
-        assert forward == (sizes.groups - 1) * 2 * sizes.k_bytes
-        assert backward == backward_bytes(sizes, ring_tensors)
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_moves_the_bytes_that_the_formula_says(comm, strategy, ring_tensors, heads, kv_heads):
+    sizes = HeadShapes(
+        layout=Contiguous(comm.size, 6),
+        degree=1,
+        batch=2,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=8,
+        itemsize=2,
+        statistics_itemsize=4,
+    )
+    forward, backward = count(comm, torch.bfloat16, heads, kv_heads, strategy)
+    assert forward == (sizes.groups - 1) * 2 * sizes.k_bytes
+    assert backward == backward_bytes(sizes, ring_tensors)
 
 
 def count(comm, dtype, heads, kv_heads, strategy, head_dim=8):
@@ -82,16 +80,14 @@ def count(comm, dtype, heads, kv_heads, strategy, head_dim=8):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_ring_moves_the_fewest_bytes(dtype):
-    def body(comm):
-        choices = set()
-        for heads, kv_heads, head_dim in ((2, 2, 8), (4, 2, 8), (8, 2, 8), (3, 3, 2), (2, 2, 1)):
-            kv, burst, ring = (count(comm, dtype, heads, kv_heads, s, head_dim)[1] for s in ("kv", "burst", "ring"))
-            assert ring == min(kv, burst)
-            choices.add(kv < burst)
-        assert choices == {True, False}
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_the_ring_moves_the_fewest_bytes(comm, dtype):
+    choices = set()
+    for heads, kv_heads, head_dim in ((2, 2, 8), (4, 2, 8), (8, 2, 8), (3, 3, 2), (2, 2, 1)):
+        kv, burst, ring = (count(comm, dtype, heads, kv_heads, s, head_dim)[1] for s in ("kv", "burst", "ring"))
+        assert ring == min(kv, burst)
+        choices.add(kv < burst)
+    assert choices == {True, False}
 
 
 class Echo:

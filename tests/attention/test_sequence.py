@@ -13,7 +13,7 @@ from bmburst.comm.groups import communicator
 from bmburst.errors import UserError
 from bmburst_ops import IGNORE_INDEX
 from tests.distributed.processes import run_processes
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.refusals import refused
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
@@ -40,44 +40,38 @@ def test_inverse_for_any_length(layout, size, dim):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_the_sum_of_the_ranks_losses(layout):
+@on_ranks(3)
+def test_gradients_of_the_sum_of_the_ranks_losses(comm, layout):
     """d/dx of sum_r L_r, by the definition on one rank, for losses that differ between ranks."""
+    length = 13
+    x = torch.randn(2, length, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    weights = torch.randn(comm.size, 2, length, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
-    def body(comm):
-        length = 13
-        x = torch.randn(2, length, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-        weights = torch.randn(comm.size, 2, length, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    part = bmburst.shard(x, layout=layout, group=comm)
+    (bmburst.shard(weights[0], layout=layout, group=comm) * part.square()).sum().backward()
+    cut = bmburst.SequenceShard.cut(length, layout=layout, size=comm.size, rank=comm.rank)
+    mine = torch.zeros(length, dtype=torch.bool).index_fill(0, cut.positions()[: cut.real_tokens], True)
+    assert torch.equal(x.grad, torch.where(mine, 2 * x.detach() * weights[0], 0.0))
 
-        part = bmburst.shard(x, layout=layout, group=comm)
-        (bmburst.shard(weights[0], layout=layout, group=comm) * part.square()).sum().backward()
-        cut = bmburst.SequenceShard.cut(length, layout=layout, size=comm.size, rank=comm.rank)
-        mine = torch.zeros(length, dtype=torch.bool).index_fill(0, cut.positions()[: cut.real_tokens], True)
-        assert torch.equal(x.grad, torch.where(mine, 2 * x.detach() * weights[0], 0.0))
-
-        part = part.detach().requires_grad_()
-        whole = bmburst.unshard(part, layout=layout, group=comm, length=length)
-        (whole * weights[comm.rank]).sum().backward()
-        torch.testing.assert_close(part.grad, cut.take(weights.sum(0)))
-
-    run_ranks(3, body)
+    part = part.detach().requires_grad_()
+    whole = bmburst.unshard(part, layout=layout, group=comm, length=length)
+    (whole * weights[comm.rank]).sum().backward()
+    torch.testing.assert_close(part.grad, cut.take(weights.sum(0)))
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_autocast_changes_nothing(layout, low):
+@on_ranks(2)
+def test_autocast_changes_nothing(comm, layout, low):
     """Nor refuses a dtype: torch's own joining takes there, of 16-bit tensors, those of autocast's dtype alone."""
-
-    def body(comm):
-        for dtype in (torch.float64, torch.bfloat16, torch.float16):
-            x = torch.arange(42.0).view(2, 7, 3).to(dtype).requires_grad_()
-            with torch.autocast("cpu", low):
-                whole = bmburst.unshard(bmburst.shard(x, layout=layout, group=comm), 1, layout, comm, 7)
-                whole.sum().backward()
-            assert torch.equal(whole, x) and whole.dtype == dtype
-            (total,) = comm.all_reduce(x.grad).wait()
-            assert (total == comm.size).all()
-
-    run_ranks(2, body)
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        x = torch.arange(42.0).view(2, 7, 3).to(dtype).requires_grad_()
+        with torch.autocast("cpu", low):
+            whole = bmburst.unshard(bmburst.shard(x, layout=layout, group=comm), 1, layout, comm, 7)
+            whole.sum().backward()
+        assert torch.equal(whole, x) and whole.dtype == dtype
+        (total,) = comm.all_reduce(x.grad).wait()
+        assert (total == comm.size).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -198,13 +192,11 @@ def test_bad_input():
         ({"dim": True}, "dim True | [1, 9] | -2 to 1"),
     ],
 )
-def test_what_only_some_ranks_would_find_out_is_refused_on_all(options, words):
-    def body(comm):
-        assert bmburst.SequenceShard.cut(9, layout="contiguous", size=2, rank=0).real_tokens == 5  # without padding
-        with refused(words):
-            bmburst.shard(torch.zeros(1, 9, dtype=torch.int64), layout="contiguous", group=comm, **options)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_only_some_ranks_would_find_out_is_refused_on_all(comm, options, words):
+    assert bmburst.SequenceShard.cut(9, layout="contiguous", size=2, rank=0).real_tokens == 5  # without padding
+    with refused(words):
+        bmburst.shard(torch.zeros(1, 9, dtype=torch.int64), layout="contiguous", group=comm, **options)
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.bool, 7), (torch.uint8, 1.5), (torch.float16, 1e6)])
@@ -222,18 +214,15 @@ def test_documents_are_masks(documents):
         cut.batch(torch.zeros(2, 9, dtype=torch.int64), documents=documents)
 
 
-def test_second_derivatives():
+@on_ranks(1)
+def test_second_derivatives(comm):
     """Through shard they are right; through unshard, which communicates, they are refused."""
-
-    def body(comm):
-        x = torch.randn(1, 5, dtype=torch.float64, requires_grad=True)
-        part = partial(bmburst.shard, group=comm)
-        assert torch.autograd.gradgradcheck(lambda t: part(t).sin(), (x,))
-        whole = bmburst.unshard(part(x), group=comm)
-        with pytest.raises(UserError, match="create_graph=True"):
-            torch.autograd.grad(whole.square().sum(), x, create_graph=True)[0].sum().backward()
-
-    run_ranks(1, body)
+    x = torch.randn(1, 5, dtype=torch.float64, requires_grad=True)
+    part = partial(bmburst.shard, group=comm)
+    assert torch.autograd.gradgradcheck(lambda t: part(t).sin(), (x,))
+    whole = bmburst.unshard(part(x), group=comm)
+    with pytest.raises(UserError, match="create_graph=True"):
+        torch.autograd.grad(whole.square().sum(), x, create_graph=True)[0].sum().backward()
 
 
 def test_a_compiled_caller():
@@ -268,33 +257,29 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("always", [True, False])
-def test_shard_refuses_ranks_that_hold_different_tensors(name, always):
-    def body(comm):
-        comm.always = comm.active = always  # not: as on GPUs
-        whole = WHOLE[name]
-        different = whole if comm.rank == 0 else whole.roll(1, dims=1)
-        for _ in range(2):
-            with refused("disagree", "mesh.data_rank", "rank 0: shard contents", "rank 1: shard contents"):
-                bmburst.shard(different, group=comm)
-        for _ in range(8):
-            bmburst.shard(whole, group=comm)
-        if not always:
+@on_ranks(2)
+def test_shard_refuses_ranks_that_hold_different_tensors(comm, name, always):
+    comm.always = comm.active = always  # not: as on GPUs
+    whole = WHOLE[name]
+    different = whole if comm.rank == 0 else whole.roll(1, dims=1)
+    for _ in range(2):
+        with refused("disagree", "mesh.data_rank", "rank 0: shard contents", "rank 1: shard contents"):
             bmburst.shard(different, group=comm)
+    for _ in range(8):
+        bmburst.shard(whole, group=comm)
+    if not always:
+        bmburst.shard(different, group=comm)
 
-    run_ranks(2, body)
 
-
-def test_shard_takes_what_differs_by_a_rounding():
-    def body(comm):
-        whole = torch.linspace(-1, 1, 24).view(1, 12, 2)
-        whole[0, 3, 1] = float("nan")
-        noisy = whole * (1 + 0.01 * comm.rank)
-        for x in (noisy, noisy.bfloat16(), noisy.mT.contiguous().mT, torch.zeros(1, 12), torch.zeros(0, 12)):
-            bmburst.shard(x, group=comm)
-        with refused("disagree", "fix: ", "mesh.data_rank"):
-            bmburst.shard(torch.full((1, 12), float(comm.rank)), group=comm)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_shard_takes_what_differs_by_a_rounding(comm):
+    whole = torch.linspace(-1, 1, 24).view(1, 12, 2)
+    whole[0, 3, 1] = float("nan")
+    noisy = whole * (1 + 0.01 * comm.rank)
+    for x in (noisy, noisy.bfloat16(), noisy.mT.contiguous().mT, torch.zeros(1, 12), torch.zeros(0, 12)):
+        bmburst.shard(x, group=comm)
+    with refused("disagree", "fix: ", "mesh.data_rank"):
+        bmburst.shard(torch.full((1, 12), float(comm.rank)), group=comm)
 
 
 def test_batches_of_ranks_that_share_a_sequence_are_compared():

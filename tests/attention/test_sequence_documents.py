@@ -12,7 +12,7 @@ from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.sequence import SequenceShard
 from bmburst_ops import IGNORE_INDEX
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.refusals import refused
 
 LAYOUTS = ["contiguous", "zigzag", "striped", "balanced"]
@@ -108,21 +108,19 @@ def test_balanced_is_the_layout_that_attention_makes(size: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", [Documents((3, 30, 8)), "causal", "full"], ids=str)
-def test_shard_and_unshard_are_inverses_under_a_mask(layout: str, mask: Mask | str) -> None:
-    def body(comm) -> None:
-        x = torch.randn(2, 41, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-        part = bmburst.shard(x, layout=layout, group=comm, mask=mask)
-        whole = bmburst.unshard(part, layout=layout, group=comm, length=41, mask=mask)
-        assert torch.equal(whole, x)
-        cut = SequenceShard.cut(41, layout=layout, size=comm.size, rank=comm.rank, mask=mask)
-        assert torch.equal(part, cut.take(x))
-        factors = torch.randn(41, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        (whole * factors).sum().backward()
-        # Every rank's loss counts: unshard sums them, shard keeps this rank's tokens.
-        mine = torch.zeros(41, 1, dtype=torch.float64).index_fill(0, cut.positions()[: cut.real_tokens], 3.0)
-        torch.testing.assert_close(x.grad, (factors * mine).expand(2, -1, -1))
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_shard_and_unshard_are_inverses_under_a_mask(comm, layout: str, mask: Mask | str) -> None:
+    x = torch.randn(2, 41, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    part = bmburst.shard(x, layout=layout, group=comm, mask=mask)
+    whole = bmburst.unshard(part, layout=layout, group=comm, length=41, mask=mask)
+    assert torch.equal(whole, x)
+    cut = SequenceShard.cut(41, layout=layout, size=comm.size, rank=comm.rank, mask=mask)
+    assert torch.equal(part, cut.take(x))
+    factors = torch.randn(41, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (whole * factors).sum().backward()
+    # Every rank's loss counts: unshard sums them, shard keeps this rank's tokens.
+    mine = torch.zeros(41, 1, dtype=torch.float64).index_fill(0, cut.positions()[: cut.real_tokens], 3.0)
+    torch.testing.assert_close(x.grad, (factors * mine).expand(2, -1, -1))
 
 
 def test_bad_input_is_refused_on_every_rank() -> None:

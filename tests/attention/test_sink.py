@@ -9,7 +9,7 @@ import torch
 import bmburst
 from bmburst.recompute import checkpoint
 from tests.attention.cross_oracle import visible
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.pairs import long
 from tests.refusals import refused
 
@@ -93,12 +93,10 @@ def test_equals_its_definition(size, name):
 
 
 @pytest.mark.parametrize("policy", ["block", "block-keep-attention", "block-keep-attention:0.5"])
-def test_is_kept_or_recomputed_as_the_rest(policy):
-    def body(comm):
-        for strategy in ("heads", "kv"):
-            attend(comm, "causal", "zigzag", strategy=strategy, recompute=policy)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_is_kept_or_recomputed_as_the_rest(comm, policy):
+    for strategy in ("heads", "kv"):
+        attend(comm, "causal", "zigzag", strategy=strategy, recompute=policy)
 
 
 def test_a_mask_for_each_sample_and_keys_of_another_sequence():
@@ -141,27 +139,23 @@ def test_a_sink_of_minus_infinity_is_none_and_a_large_one_takes_all():
         (torch.nested.nested_tensor([torch.zeros(4)], layout=torch.jagged), "sink must be a dense tensor | fix: "),
     ],
 )
-def test_what_is_no_sink_is_refused_on_every_rank(sink, words):
-    def body(comm):
-        q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 2, 8)
-        with refused(words):
-            bmburst.burst_attention(q, k, k, sink=sink if comm.rank else torch.zeros(4), group=comm)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_is_no_sink_is_refused_on_every_rank(comm, sink, words):
+    q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 2, 8)
+    with refused(words):
+        bmburst.burst_attention(q, k, k, sink=sink if comm.rank else torch.zeros(4), group=comm)
 
 
-def test_ranks_that_disagree_on_a_sink_are_refused():
-    def body(comm):
-        q = torch.zeros(1, 4, 4, 8)
-        with refused("sink"):
-            bmburst.burst_attention(q, q, q, sink=torch.zeros(4) if comm.rank else None, group=comm)
-        for other, words in (
-            (torch.zeros(4, dtype=torch.float64), "equal shapes and dtypes | sink float32[4] | sink float64[4]"),
-            (torch.zeros(4, requires_grad=True), "grad mode | without gradient | with gradient"),
-        ):
-            with refused("disagree", words):
-                bmburst.burst_attention(q, q, q, sink=other if comm.rank else torch.zeros(4), group=comm)
-        with torch.no_grad():
-            bmburst.burst_attention(q, q, q, sink=torch.zeros(4, requires_grad=comm.rank == 1), group=comm)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_ranks_that_disagree_on_a_sink_are_refused(comm):
+    q = torch.zeros(1, 4, 4, 8)
+    with refused("sink"):
+        bmburst.burst_attention(q, q, q, sink=torch.zeros(4) if comm.rank else None, group=comm)
+    for other, words in (
+        (torch.zeros(4, dtype=torch.float64), "equal shapes and dtypes | sink float32[4] | sink float64[4]"),
+        (torch.zeros(4, requires_grad=True), "grad mode | without gradient | with gradient"),
+    ):
+        with refused("disagree", words):
+            bmburst.burst_attention(q, q, q, sink=other if comm.rank else torch.zeros(4), group=comm)
+    with torch.no_grad():
+        bmburst.burst_attention(q, q, q, sink=torch.zeros(4, requires_grad=comm.rank == 1), group=comm)

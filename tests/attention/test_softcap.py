@@ -15,7 +15,7 @@ from bmburst.comm.transports import double_ring_groups
 from bmburst.recompute import checkpoint
 from bmburst_ops.flash import BackwardInputs
 from tests.attention.cross_oracle import visible
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.pairs import long
 from tests.refusals import refused
 
@@ -158,13 +158,11 @@ def test_a_mask_for_each_sample_and_keys_of_another_sequence():
     run_ranks(3, body)
 
 
-def test_auto_takes_a_kernel_that_can_and_others_are_refused_by_name():
-    def body(comm):
-        q = torch.zeros(1, 4, 4, 8)
-        call = decide(comm, q, q, q, None, AttentionOptions(softcap=50))
-        assert (call.kernel.name, call.softcap) == ("reference", 50.0)
-        assert decide(comm, q, q, q, None, AttentionOptions()).kernel.name == "cpu"
-        with refused("kernel 'cpu' | logit softcapping | kernel='auto' | reference"):
-            bmburst.burst_attention(q, q, q, softcap=50.0, kernel="cpu", group=comm)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_auto_takes_a_kernel_that_can_and_others_are_refused_by_name(comm):
+    q = torch.zeros(1, 4, 4, 8)
+    call = decide(comm, q, q, q, None, AttentionOptions(softcap=50))
+    assert (call.kernel.name, call.softcap) == ("reference", 50.0)
+    assert decide(comm, q, q, q, None, AttentionOptions()).kernel.name == "cpu"
+    with refused("kernel 'cpu' | logit softcapping | kernel='auto' | reference"):
+        bmburst.burst_attention(q, q, q, softcap=50.0, kernel="cpu", group=comm)

@@ -21,7 +21,7 @@ from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
 from tests.attention.test_gather import in_units
 from tests.attention.test_ring_traffic import Counting
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.pairs import long, pairwise
 from tests.refusals import refused
 
@@ -135,13 +135,11 @@ def test_other_shapes_of_values_are_refused(shape):
         bmburst.burst_attention(q, q, torch.zeros(shape))
 
 
-def test_ranks_with_different_widths_are_refused():
-    def body(comm):
-        q = torch.zeros(1, 4, 2, 8)
-        with refused("disagree", "v float32[1, 4, 2, 5]", "v float32[1, 4, 2, 6]"):
-            bmburst.burst_attention(q, q, torch.zeros(1, 4, 2, 5 + comm.rank), group=comm)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_ranks_with_different_widths_are_refused(comm):
+    q = torch.zeros(1, 4, 2, 8)
+    with refused("disagree", "v float32[1, 4, 2, 5]", "v float32[1, 4, 2, 6]"):
+        bmburst.burst_attention(q, q, torch.zeros(1, 4, 2, 5 + comm.rank), group=comm)
 
 
 def test_with_a_sink_and_a_log_sum_exp_in_the_loss():

@@ -15,15 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bmburst.attention.options import AttentionOptions
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import RopeScaling
-from bmburst.errors import UserError
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import SequenceShard
-from bmburst_ops.flash import BackwardInputs, Gradients, Kernel, Partial
-from bmburst_ops.pattern import Pattern
+from bmburst_ops.flash import BackwardInputs, Gradients, Kernel, Partial, Scoring
 from tests import tiny
+from tests.refusals import refusal_of
 
 TOKENS = 37  # odd, and padded on 2 and 4 ranks
 _PLAIN = tiny.config(head_dim=8, max_position_embeddings=16, norm_eps=1e-3)
@@ -200,8 +199,6 @@ def _gradients(directory: Path, mesh: Mesh, **options: Any) -> dict[str, Tensor 
     for shard in named_shards(model):
         grad = gather(shard, shard.parameter.grad)
         in_storage = gather(shard, shard.storage.grad)  # what an optimizer over storages sees
-        assert grad is not None
-        assert in_storage is not None
         assert torch.equal(grad, in_storage)
         found[shard.name] = grad
     return found
@@ -211,22 +208,19 @@ def _fresh() -> dict[str, Tensor]:
     from bmburst.blocks.model import Llama
     from bmburst.zero import gather, named_shards
 
-    fresh = {}
-    for seed in (0, 1):
-        for dtype in (torch.float32, torch.bfloat16):
-            for shard in named_shards(Llama(_PLAIN, seed=seed, dtype=dtype)):
-                full = gather(shard)
-                assert full is not None
-                fresh[f"{seed} {dtype} {shard.name}"] = full
-    return fresh
+    return {
+        f"{seed} {dtype} {shard.name}": gather(shard)
+        for seed in (0, 1)
+        for dtype in (torch.float32, torch.bfloat16)
+        for shard in named_shards(Llama(_PLAIN, seed=seed, dtype=dtype))
+    }
 
 
 def _fresh_minicpm() -> dict[str, Tensor]:
     from bmburst.blocks.model import Llama
     from bmburst.zero import gather, named_shards
 
-    shards = named_shards(Llama(CONFIGS["minicpm-untied"], seed=0))
-    return {shard.name: full for shard in shards if (full := gather(shard)) is not None}
+    return {shard.name: gather(shard) for shard in named_shards(Llama(CONFIGS["minicpm-untied"], seed=0))}
 
 
 def _biases() -> dict[str, float]:
@@ -234,13 +228,8 @@ def _biases() -> dict[str, float]:
     from bmburst.blocks.model import Llama
     from bmburst.zero import gather, named_shards
 
-    found = {}
-    for shard in named_shards(Llama(CONFIGS["qwen2"], seed=0)):
-        full = gather(shard)
-        assert full is not None
-        if shard.name.endswith("bias"):
-            found[shard.name] = full.abs().max().item()
-    return found
+    biases = (each for each in named_shards(Llama(CONFIGS["qwen2"], seed=0)) if each.name.endswith("bias"))
+    return {shard.name: gather(shard).abs().max().item() for shard in biases}
 
 
 def _undecayed() -> tuple[list[str], bool]:
@@ -270,7 +259,6 @@ def _moved() -> list[str]:
                 scatter(shard, full, like)
             everywhere = gather(shard, like, dtype=torch.float64)
             at_last = gather(shard, like, dtype=torch.float64, root=len(shard.ranges) - 1)
-            assert everywhere is not None
             assert (at_last is None) == (shard.rank != len(shard.ranges) - 1)
             if not torch.equal(everywhere, full) or (at_last is not None and not torch.equal(at_last, full)):
                 wrong.append(shard.name)
@@ -280,9 +268,7 @@ def _moved() -> list[str]:
             wrong.append(f"{shard.name} of another dtype")
         if shard.count and _gathers(shard, torch.zeros(shard.storage.numel() + 1)):
             wrong.append(f"{shard.name} of another layout")
-        weights = gather(shard)
-        assert weights is not None
-        if not torch.equal(weights, full.float()):
+        if not torch.equal(gather(shard), full.float()):
             wrong.append(f"{shard.name} itself")
     return wrong
 
@@ -368,16 +354,16 @@ class _Noting:
     def __init__(self, kernel: Kernel, noted: list[Any]) -> None:
         self._kernel, self._noted = kernel, noted
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, **options: Any) -> Partial:
-        self._note(q, k, pattern)
-        return self._kernel.forward(q, k, v, pattern=pattern, **options)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, **options: Any) -> Partial:
+        self._note(q, k, scoring)
+        return self._kernel.forward(q, k, v, scoring, **options)
 
-    def backward(self, given: BackwardInputs, *, pattern: Pattern, **options: Any) -> Gradients:
-        self._note(given.q, given.k, pattern)
-        return self._kernel.backward(given, pattern=pattern, **options)
+    def backward(self, given: BackwardInputs, scoring: Scoring, **options: Any) -> Gradients:
+        self._note(given.q, given.k, scoring)
+        return self._kernel.backward(given, scoring, **options)
 
-    def _note(self, q: Tensor, k: Tensor, pattern: Pattern) -> None:
-        self._noted.append((list(q.shape), list(k.shape), sorted(pattern.needs)))
+    def _note(self, q: Tensor, k: Tensor, scoring: Scoring) -> None:
+        self._noted.append((list(q.shape), list(k.shape), sorted(scoring.pattern.needs)))
 
 
 def _compiled() -> list[Any]:
@@ -441,10 +427,4 @@ def _problems(folder: Path, output: Path) -> dict[str, str]:
         "balanced": lambda: _load(folder / "mistral", Mesh.over_bmtrain(), "balanced"),
         "length": lambda: Llama(CONFIGS["dynamic"], seed=0)(tokens, positions),
     }
-    told = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-        except UserError as error:
-            told[name] = str(error)
-    return told
+    return {name: refusal_of(attempt) for name, attempt in attempts.items()}

@@ -96,7 +96,6 @@ def pairs_of(case: Case) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
 
 def real_tokens(case: Case) -> Tensor:
     """Return the attention mask of a case's source."""
-    assert case.real is not None
     return (torch.arange(case.lengths[0])[None] < torch.tensor(case.real)[:, None]).long()
 
 

@@ -109,7 +109,8 @@ def test_two_ranks_measure_and_go_on(tmp_path):
 def installed(tmp_path):
     """Return an installation without a clone, a folder, and its `bmburst bench`; both have a stranger's benchmarks."""
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    shutil.copytree(ROOT / "bmburst", site / "bmburst", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("bmburst", "bmburst_ops"):
+        shutil.copytree(ROOT / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
     for folder in (site, elsewhere):
         (folder / "benchmarks" / "engine").mkdir(parents=True)
         (folder / "benchmarks" / "engine" / "__init__.py").write_text("raise SystemExit('not ours')")

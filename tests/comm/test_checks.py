@@ -7,7 +7,7 @@ from bmburst.comm.checks import CheckedCommunicator, Mismatch, contents
 from bmburst.comm.groups import LocalCommunicator, MessageQueue
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.refusals import refused
 
 DIFFER = "disagree | fix: | rank 0: | rank 1: "
@@ -42,13 +42,11 @@ REDUCE = f"{DIFFER} | all_gather | rank 1: all_reduce"
         (lambda c: c.ring(torch.zeros(2, device=["cpu", "meta"][c.rank])), "cpu | threads | meta"),
     ],
 )
-def test_a_mismatch_is_an_error_on_every_rank(call, words):
-    def body(comm):
-        with refused(words):
-            call(comm)
-        assert torch.equal(comm.ring(torch.tensor(comm.rank)).wait()[0], torch.tensor((comm.rank - 1) % 2))
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_mismatch_is_an_error_on_every_rank(comm, call, words):
+    with refused(words):
+        call(comm)
+    assert torch.equal(comm.ring(torch.tensor(comm.rank)).wait()[0], torch.tensor((comm.rank - 1) % 2))
 
 
 def test_a_problem_of_one_rank_is_raised_on_all():

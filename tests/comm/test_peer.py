@@ -24,7 +24,7 @@ from bmburst_ops.bounded_cache import bounded_cache
 from tests.attention.exchange_ways import move_heads
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import random_exchanges, verbs
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.refusals import refused
 from tests.stand_in_driver import BATCHED_COPY, as_tensor, install
 
@@ -117,30 +117,25 @@ def test_the_verbs_of_every_communicator(driver, size):
     assert size == 1 or driver.calls["cuMemcpy3DBatchAsync_v2"] + driver.calls["cuMemcpy2DAsync_v2"] > 50
 
 
-def test_memory_made_in_inference_serves_training_too(driver):
-    def body(comm):
-        moved = comm.over(PeerCommunicator(comm, CPU))
-        with torch.inference_mode():
-            random_exchanges(moved, "cpu")
+@on_ranks(2)
+def test_memory_made_in_inference_serves_training_too(comm, driver):
+    moved = comm.over(PeerCommunicator(comm, CPU))
+    with torch.inference_mode():
         random_exchanges(moved, "cpu")
+    random_exchanges(moved, "cpu")
 
-    run_ranks(2, body)
 
-
-def test_numbers_go_on_after_the_last(driver):
+@on_ranks(3)
+def test_numbers_go_on_after_the_last(comm, driver):
     """Words are compared in cyclic order: 32 bits that overflow are numbers like others."""
-
-    def body(comm):
-        moved = PeerCommunicator(comm, CPU)
-        for lane in moved._lanes:
-            lane.number = (1 << 32) - 8
-        words = moved._words.local.view(torch.int32)
-        words.fill_(-8)
-        gather_objects(comm, None)
-        random_exchanges(comm.over(moved), "cpu")
-        assert any(lane.number > 1 << 32 for lane in moved._lanes)
-
-    run_ranks(3, body)
+    moved = PeerCommunicator(comm, CPU)
+    for lane in moved._lanes:
+        lane.number = (1 << 32) - 8
+    words = moved._words.local.view(torch.int32)
+    words.fill_(-8)
+    gather_objects(comm, None)
+    random_exchanges(comm.over(moved), "cpu")
+    assert any(lane.number > 1 << 32 for lane in moved._lanes)
 
 
 def test_nothing_is_overwritten_that_is_still_read(driver):
@@ -283,12 +278,10 @@ def test_the_exchange_of_a_hop(size, sizes):
                     assert (target.offset, target.nbytes, target.buffer) == (0, sizes[i], i)
 
 
-def test_objects_between_ranks():
-    def body(comm):
-        value = {"rank": comm.rank, "text": "\u00e9" * comm.rank, "many": [None, 1.5, True]}
-        assert gather_objects(comm, value) == [{**value, "rank": r, "text": "\u00e9" * r} for r in range(comm.size)]
-        assert gather_objects(comm, "x" * 1022) == ["x" * 1022] * comm.size  # with its quotes 1024 bytes
-        with refused("1025 bytes", "1024", error=ValueError):
-            gather_objects(comm, "x" * 1023)
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_objects_between_ranks(comm):
+    value = {"rank": comm.rank, "text": "\u00e9" * comm.rank, "many": [None, 1.5, True]}
+    assert gather_objects(comm, value) == [{**value, "rank": r, "text": "\u00e9" * r} for r in range(comm.size)]
+    assert gather_objects(comm, "x" * 1022) == ["x" * 1022] * comm.size  # with its quotes 1024 bytes
+    with refused("1025 bytes", "1024", error=ValueError):
+        gather_objects(comm, "x" * 1023)

@@ -12,7 +12,7 @@ from bmburst.comm.transports import NODE_SWITCH, NodeGrouping, Subgroup, double_
 from tests.attention.test_burst_attention import compare
 from tests.distributed.processes import run_processes
 from tests.distributed.programs import run_program
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.refusals import refused
 
 
@@ -82,13 +82,10 @@ def test_ranks_of_one_host_are_one_node():
     assert set(run_ranks(3, find_nodes)) == {NodeGrouping(1)}
 
 
-def test_members_move_messages_as_the_group_does():
+@on_ranks(4)
+def test_members_move_messages_as_the_group_does(comm):
     """Exchanges by place in the part; what the other parts do is another message."""
-
-    def body(comm):
-        part = Subgroup(comm, [comm.rank % 2, comm.rank % 2 + 2])
-        (got,) = part.ring(torch.tensor([comm.rank])).wait()
-        assert int(got) == (comm.rank + 2) % 4
-        assert (part.rank, part.size, part.transport) == (comm.rank // 2, 2, "threads")
-
-    run_ranks(4, body)
+    part = Subgroup(comm, [comm.rank % 2, comm.rank % 2 + 2])
+    (got,) = part.ring(torch.tensor([comm.rank])).wait()
+    assert int(got) == (comm.rank + 2) % 4
+    assert (part.rank, part.size, part.transport) == (comm.rank // 2, 2, "threads")

@@ -91,7 +91,6 @@ class Job:
             if patience is not None and patience <= 0:
                 return False
             for connection in multiprocessing.connection.wait(list(self._left), patience):
-                assert isinstance(connection, Connection)
                 self._take(self._left.pop(connection))
         return True
 
@@ -173,7 +172,6 @@ def _environment() -> dict[str, str]:
 
 def _end_with_the_tests() -> None:
     tests = multiprocessing.parent_process()
-    assert tests is not None
     multiprocessing.connection.wait([tests.sentinel])
     os._exit(1)
 

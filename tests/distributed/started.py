@@ -135,7 +135,6 @@ def _to_its_end(program: Python | subprocess.Popen[str], timeout: float) -> subp
         program.kill()
         program.wait()
         for stream in (program.stdout, program.stderr):
-            assert stream is not None
             stream.close()
     return subprocess.CompletedProcess([], program.returncode or 0, out, err)
 

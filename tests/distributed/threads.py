@@ -1,7 +1,9 @@
 """Runs a function on several ranks, each a thread of this process."""
 
+import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial, wraps
 from typing import TypeVar
 
 import torch
@@ -35,6 +37,22 @@ def run_ranks(size: int, body: Callable[..., T], *args: object) -> list[T]:
     for future in sorted(failed, key=lambda future: isinstance(future.exception(), LostRank)):
         future.result()
     return [future.result() for future in futures]
+
+
+def on_ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test that every one of `size` ranks runs: its first argument is the rank's communicator."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def run(**arguments: object) -> None:
+            run_ranks(size, partial(test, **arguments))
+
+        signature = inspect.signature(test)
+        _, *given = signature.parameters.values()  # what pytest gives
+        run.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def mesh_of(comm: CheckedCommunicator | None = None) -> Mesh:

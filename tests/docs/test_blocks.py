@@ -127,11 +127,9 @@ def test_the_run_folder_is_as_shown(run_page) -> None:
 def test_fields_that_the_text_names_are_written() -> None:
     text = PATHS["runs.md"].read_text()
     table = re.search(r"^\| field \| meaning \|\n\| ---.+\n((?:\|.+\n)+)", text, re.M)
-    assert table is not None
     named = [name for row in table[1].splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(named) == sorted(StepMetrics.__dataclass_fields__)
     sentence = re.search(r"one line to `evals.jsonl`, with the fields ([^.]+)\.", " ".join(text.split()))
-    assert sentence is not None
     assert re.findall(r"`(\w+)`", sentence[1]) == list(EvalMetrics.__dataclass_fields__)
 
 
@@ -144,7 +142,6 @@ def test_the_tables_of_attention_are_the_codes() -> None:
     text = PATHS["attention.md"].read_text()
     for field in ("strategy", "transport", "kernel"):
         table = re.search(rf"^\| `{field}` \| .+\n\| ---.+\n((?:\|.+\n)+)", text, re.M)
-        assert table is not None
         names = [name for row in table[1].splitlines() for name in re.findall(r"`(\S+?)`", row.split("|")[1])]
         (leaf,) = (leaf for leaf in leaves(ParallelConfig) if leaf.name == field)
         known = set(choices_of(leaf.annotation, leaf.spec)) - {"auto"}

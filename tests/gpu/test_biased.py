@@ -7,6 +7,7 @@ from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst.comm.groups import communicator
 from bmburst_ops.biased import BiasedReferenceKernel, BiasedTritonKernel, Pairs, Tokens, bee_bias
 from bmburst_ops.biased import triton as kernels
+from bmburst_ops.flash import BackwardInputs
 from tests.ops.test_biased import error
 from tests.refusals import refused
 
@@ -58,8 +59,8 @@ def test_every_plan_equals_the_plain_kernel_in_fp64(head_dim, dtype, table, monk
         assert error(part.lse[seen], wanted.lse[seen].cpu()) < 1e-5
         assert error(part.out, wanted.out.cpu()) < ERRORS[dtype]
         delta = (wide[4] * wanted.out).sum(-1).transpose(1, 2)
-        exact = plain.backward(wide[4], *wide[:3], wanted.lse, delta, wide[3], pairs, scale=scale)
-        inputs = (grad, *matrices, part.lse, delta.float(), biases, pairs)
+        exact = plain.backward(BackwardInputs(wide[4], *wide[:3], wanted.lse, delta), wide[3], pairs, scale=scale)
+        inputs = BackwardInputs(grad, *matrices, part.lse, delta.float()), biases, pairs
         found = fast.backward(*inputs, scale=scale)
         for name, value, true in zip("qkvt", found, exact, strict=True):
             assert error(value, true.cpu()) < ERRORS[dtype], name

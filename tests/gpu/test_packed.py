@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.distributed.programs import run_program
 from tests.train import packed_program as program
+from tests.train.cases import result, run_cases
 from tests.train.test_packed import prepare
 
 pytestmark = pytest.mark.gpu
@@ -16,12 +16,12 @@ def test_equals_a_cpu(size, tmp_path):
     for folder in folders:
         folder.mkdir()
         prepare(folder)
-    cases = [case for case in (*program.CASES, *program.MORE) if case.ranks == size]
-    run_program(1, program.train_all, folders[0], program.CASES[:1], seconds=300)
-    run_program(size, program.train_all, folders[1], cases, seconds=300, on_gpus=True)
-    expected = program.result(folders[0], program.CASES[0])
+    cases = [case for case in (*program.CASES, *program.MORE) if case.group == (size, 1)]
+    run_cases(program.train, folders[0], program.CASES[:1], seconds=300)
+    run_cases(program.train, folders[1], cases, seconds=300, on_gpus=True)
+    expected = result(folders[0], program.CASES[0])
     for case in cases:
-        got = program.result(folders[1], case)
+        got = result(folders[1], case)
         for name, wanted in expected["gradients"].items():
             assert ((got["gradients"][name].cpu() - wanted).norm() / wanted.norm()).item() < 1e-5, (case, name)
         for what in ("losses", "norms", "evaluated", "text loss"):

@@ -18,8 +18,6 @@ C = build_extension(Nccl(Streams(), Rendezvous({})))
 
 def test_every_function_that_bmtrain_calls_is_there() -> None:
     found = importlib.util.find_spec("bmtrain")
-    assert found is not None
-    assert found.origin is not None
     sources = sorted(Path(found.origin).parent.rglob("*.py"))
     called = {name for path in sources for name in re.findall(r"\bC\.(\w+)", path.read_text()) if name != "exp"}
     assert len(called) == 31, "BMTrain 1.0.1 calls 31 functions of its extension"

@@ -59,7 +59,6 @@ def turns(comm: CheckedCommunicator, family: str, cache: str, chunk: int, texts:
         batch.prefill([turn])
         text += turn
         for _ in range(3):
-            assert batch.logits is not None
             seen.append((len(text) - 1, batch.logits[0]))
             token = batch.logits.argmax(-1)
             text += token.tolist()
@@ -87,7 +86,6 @@ def second_turn(comm: CheckedCommunicator, cache: str, first: int) -> tuple[list
     batch.prefill([prompt(first)])
     text = [*prompt(first), *(int(chosen.tokens[0]) for chosen in batch.decode(Greedy(), STEPS)), *prompt(7, seed=1)]
     batch.prefill([text[batch.cache.lengths[0] :]])
-    assert batch.logits is not None
     return text, batch.logits[0]
 
 

@@ -13,10 +13,10 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.integrations.transformers_attention import Near, SequenceMask
 from bmburst.integrations.transformers_cache import SplitLayer
 from bmburst.schedule.cache_split import CacheSplit
-from bmburst_ops.flash import KERNELS, Partial, select_kernel
+from bmburst_ops.flash import KERNELS, Partial, Scoring, select_kernel
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.inputs import unless_able
-from bmburst_ops.pattern import Need, Pattern
+from bmburst_ops.pattern import Need
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
 from tests.integrations import transformers_generate_program as program
@@ -72,9 +72,11 @@ class WithoutWindows(CpuKernel):
         del q, k
         return unless_able(needs)
 
-    def forward(self, *inputs: torch.Tensor, pattern: Pattern, **options: Any) -> Partial:
-        assert not pattern.needs
-        return super().forward(*inputs, pattern=pattern, **options)
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, into: Partial | None = None
+    ) -> Partial:
+        assert not scoring.pattern.needs
+        return super().forward(q, k, v, scoring, into)
 
 
 def test_a_turn_shorter_than_the_window_takes_a_kernel_that_has_windows(monkeypatch: pytest.MonkeyPatch) -> None:

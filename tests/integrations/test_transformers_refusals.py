@@ -16,7 +16,7 @@ from bmburst.integrations.transformers import Part, SplitSequences, recompute, r
 from bmburst.integrations.transformers_attention import Near, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_cache import SplitCache
 from tests import tiny
-from tests.distributed.threads import mesh_of, run_ranks
+from tests.distributed.threads import mesh_of, on_ranks, run_ranks
 from tests.integrations import transformers_program as program
 from tests.refusals import refused
 
@@ -371,66 +371,59 @@ def test_no_model_no_part_and_no_number() -> None:
             part.loss(model, valid=wrong)
 
 
-def test_what_one_rank_alone_gives_wrong_is_refused_on_all() -> None:
-    def body(comm: CheckedCommunicator) -> None:
-        split, first = SplitSequences(mesh_of(comm)), comm.rank == 0
-        part = split.part(IDS)
-        with refused("labels | tensor of integers | list"):
-            split.part(IDS, labels=[1] if first else None)  # type: ignore[arg-type]
-        with refused("labels | parts of SplitSequences | NoneType"):
-            split.valid(None if first else part)  # type: ignore[arg-type]
-        with refused("a loss | tensor of one number | float"):
-            split.mean(1.5 if first else torch.ones(()))  # type: ignore[arg-type]
-        with refused("valid | number of labels | -1"):
-            part.loss(_model("llama"), valid=-1 if first else 20)
-        with refused("disagree | valid 19 | valid 20"):
-            part.loss(_model("llama"), valid=19 if first else torch.tensor(20))
-        with refused("grad mode | without gradient | with gradient"), torch.set_grad_enabled(first):
-            part.loss(_model("llama"))
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_one_rank_alone_gives_wrong_is_refused_on_all(comm: CheckedCommunicator) -> None:
+    split, first = SplitSequences(mesh_of(comm)), comm.rank == 0
+    part = split.part(IDS)
+    with refused("labels | tensor of integers | list"):
+        split.part(IDS, labels=[1] if first else None)  # type: ignore[arg-type]
+    with refused("labels | parts of SplitSequences | NoneType"):
+        split.valid(None if first else part)  # type: ignore[arg-type]
+    with refused("a loss | tensor of one number | float"):
+        split.mean(1.5 if first else torch.ones(()))  # type: ignore[arg-type]
+    with refused("valid | number of labels | -1"):
+        part.loss(_model("llama"), valid=-1 if first else 20)
+    with refused("disagree | valid 19 | valid 20"):
+        part.loss(_model("llama"), valid=19 if first else torch.tensor(20))
+    with refused("grad mode | without gradient | with gradient"), torch.set_grad_enabled(first):
+        part.loss(_model("llama"))
 
 
-def test_ranks_that_hold_different_batches() -> None:
-    def body(comm: CheckedCommunicator) -> None:
-        comm.always = comm.active = False  # as on GPUs
-        split = SplitSequences(mesh_of(comm))
-        with refused("disagree | fix: "):
-            split.part(IDS + comm.rank)
-        split.part(IDS)
-        split.part(IDS + comm.rank)  # compared until it was right once
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_ranks_that_hold_different_batches(comm: CheckedCommunicator) -> None:
+    comm.always = comm.active = False  # as on GPUs
+    split = SplitSequences(mesh_of(comm))
+    with refused("disagree | fix: "):
+        split.part(IDS + comm.rank)
+    split.part(IDS)
+    split.part(IDS + comm.rank)  # compared until it was right once
 
 
-def test_frequencies_that_depend_on_the_largest_position() -> None:
+@on_ranks(2)
+def test_frequencies_that_depend_on_the_largest_position(comm: CheckedCommunicator) -> None:
     """A zigzag's ranks end at different positions; in stripes both know of the long sequence."""
-
-    def body(comm: CheckedCommunicator) -> None:
-        ids = torch.arange(50)[None]
-        for kind, original in (("dynamic", 40), ("longrope", 48)):
-            more = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": original}
-            rope = _rope(kind)["rope_parameters"] | (more if kind == "longrope" else {})
-            options = {"rope_parameters": rope, "max_position_embeddings": original}
-            for layout in ("zigzag", "striped"):
-                part = SplitSequences(mesh_of(comm), layout=layout).part(ids)
-                if (kind, layout) == ("longrope", "striped"):
-                    part.logits(_model("llama", **options))
-                    continue
-                with refused(f"rope type | '{kind}' | tables | ranks | to 50"):
-                    part.logits(_model("llama", **options))
-            short = SplitSequences(mesh_of(comm)).part(ids[:, :original])
-            model = _model("llama", **options)
-            short.logits(model)
-            model.model.rotary_emb(torch.zeros(1), ids)  # remembers the length of a longer batch
-            if kind == "longrope":
-                short.logits(model)
+    ids = torch.arange(50)[None]
+    for kind, original in (("dynamic", 40), ("longrope", 48)):
+        more = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": original}
+        rope = _rope(kind)["rope_parameters"] | (more if kind == "longrope" else {})
+        options = {"rope_parameters": rope, "max_position_embeddings": original}
+        for layout in ("zigzag", "striped"):
+            part = SplitSequences(mesh_of(comm), layout=layout).part(ids)
+            if (kind, layout) == ("longrope", "striped"):
+                part.logits(_model("llama", **options))
                 continue
-            with refused("'dynamic' | 30 to 40 | at most 39"):
-                short.logits(model)
-        scales = {"original_max_position_embeddings": 48, "short_mscale": 1.1, "long_mscale": 1.7}
-        phi = _model("phimoe", rope_parameters=_rope("yarn")["rope_parameters"] | scales, num_local_experts=2)
-        with refused("rope type | 'yarn' | tables | ranks | to 50"):
-            SplitSequences(mesh_of(comm)).part(ids).logits(phi)
-
-    run_ranks(2, body)
+            with refused(f"rope type | '{kind}' | tables | ranks | to 50"):
+                part.logits(_model("llama", **options))
+        short = SplitSequences(mesh_of(comm)).part(ids[:, :original])
+        model = _model("llama", **options)
+        short.logits(model)
+        model.model.rotary_emb(torch.zeros(1), ids)  # remembers the length of a longer batch
+        if kind == "longrope":
+            short.logits(model)
+            continue
+        with refused("'dynamic' | 30 to 40 | at most 39"):
+            short.logits(model)
+    scales = {"original_max_position_embeddings": 48, "short_mscale": 1.1, "long_mscale": 1.7}
+    phi = _model("phimoe", rope_parameters=_rope("yarn")["rope_parameters"] | scales, num_local_experts=2)
+    with refused("rope type | 'yarn' | tables | ranks | to 50"):
+        SplitSequences(mesh_of(comm)).part(ids).logits(phi)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import bmburst
-from bmburst.errors import UserError
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.sequence import SequenceShard
+from tests.refusals import refusal_of
 
 TOKENS = 37  # odd, and padded on 2 and 4 ranks
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -148,12 +148,7 @@ def _their_gradients(model: Any) -> dict[str, Tensor]:
 def _gathered_gradients(model: Any) -> dict[str, Tensor]:
     from bmburst.zero import gather, named_shards
 
-    found = {}
-    for shard in named_shards(model):
-        full = gather(shard, shard.parameter.grad if shard.count else None)
-        assert full is not None
-        found[shard.name] = full
-    return found
+    return {each.name: gather(each, each.parameter.grad if each.count else None) for each in named_shards(model)}
 
 
 def _part(mesh: bmburst.Mesh, layout: str) -> tuple[SequenceShard, Any]:
@@ -171,7 +166,6 @@ def _logits(directory: Path, mesh: bmburst.Mesh, layout: str = "zigzag", **chang
     tokens, _ = data()
     with mesh.current():
         logits = model(bmburst.shard(tokens, layout=layout), TOKENS).logits
-        assert logits is not None
         return bmburst.unshard(logits.detach(), length=TOKENS, layout=layout)
 
 
@@ -196,7 +190,6 @@ def _gradients_by(way: str, directory: Path, mesh: bmburst.Mesh) -> dict[str, Te
         total = model.loss(tokens, cut.positions().expand_as(tokens), labels, cut.length)
     else:
         logits = model(tokens, cut.length).logits
-        assert logits is not None
         total = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
@@ -264,7 +257,6 @@ def _with_lengths(directory: Path) -> tuple[Tensor, Tensor]:
     bmt.load(model, str(directory / "without.pt"), strict=False)
     theirs = model(tokens, length=lengths)
     assert set(LlamaOutput._fields) == set(type(theirs).__dataclass_fields__)
-    assert ours is not None
     return ours.detach(), theirs.logits.detach()
 
 
@@ -319,12 +311,8 @@ def _fresh() -> dict[str, float]:
     stds = {"emb_init_std": 0.5, "att_init_std": 0.25, "ffn_init_std": 0.125, "proj_init_std": 1.0}
     model = Llama(LlamaConfig(**_PLAIN, **stds, norm_init_var=3.0))
     bmt.init_parameters(model)
-    found = {}
-    for shard in named_shards(model):
-        full = gather(shard)
-        assert full is not None
-        found[shard.name] = float(full.mean() if full.dim() == 1 else full.std())
-    return found
+    found = {shard.name: gather(shard) for shard in named_shards(model)}
+    return {name: float(full.mean() if full.dim() == 1 else full.std()) for name, full in found.items()}
 
 
 def _others() -> dict[str, tuple[list[str], str]]:
@@ -341,10 +329,7 @@ def _others() -> dict[str, tuple[list[str], str]]:
     for kind, config, more in ((Gpt2, GPT2Config, {"proj_bias": False}), (OPT, OPTConfig, {}), (GPTj, GPTjConfig, {})):
         made = config(**_PLAIN | plain | more)
         names = [name for name, _ in kind(made).named_parameters() if name.replace("decoder", "encoder") not in known]
-        try:
-            Ours.from_model_center(made)
-        except UserError as error:
-            found[kind.__name__] = names, str(error)
+        found[kind.__name__] = names, refusal_of(Ours.from_model_center, made)
     return found
 
 
@@ -368,10 +353,4 @@ def _problems(folder: Path) -> dict[str, str]:
         "name": lambda: LlamaConfig.named("llama-2-7"),
         "norm": lambda: Llama(LlamaConfig(**_PLAIN | {"half": True}, norm_kernel="cpm-kernels")),
     }
-    told = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-        except UserError as error:
-            told[name] = str(error)
-    return told
+    return {name: refusal_of(attempt) for name, attempt in attempts.items()}

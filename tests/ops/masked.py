@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-from bmburst_ops.flash import BackwardInputs
+from bmburst_ops.flash import BackwardInputs, Scoring
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw
 from tests.ops.masks import attention, visible
@@ -47,16 +47,18 @@ class Masked:
         self.delta = row_dots(inputs[-1], self.out)
         self.q, self.k, self.v, self.grad = (t.to(device, dtype, copy=True) for t in inputs)
 
-    def forward(self, kernel, **options):
-        options |= {"pattern": self.pattern, "scale": self.scale, "softcap": self.softcap}
-        return kernel.forward(self.q, self.k, self.v, **options)
+    def forward(self, kernel, into=None):
+        return kernel.forward(self.q, self.k, self.v, self.scoring, into)
 
-    def backward(self, kernel, deterministic=False, **options):
+    def backward(self, kernel, deterministic=False, into=None):
         dtype = torch.float64 if self.q.dtype is torch.float64 else torch.float32
         statistics = (t.to(self.q.device, dtype) for t in (self.lse, self.delta))
-        options |= {"pattern": self.pattern, "scale": self.scale, "deterministic": deterministic}
-        options["softcap"] = self.softcap
-        return kernel.backward(BackwardInputs(self.grad, self.q, self.k, self.v, *statistics), **options)
+        given = BackwardInputs(self.grad, self.q, self.k, self.v, *statistics)
+        return kernel.backward(given, self.scoring, deterministic=deterministic, into=into)
+
+    @property
+    def scoring(self):
+        return Scoring(self.pattern, self.scale, self.softcap)
 
     def hold_blind_rows(self, out, lse, gradients):
         """Nothing where nothing is seen, to the last bit, whatever the dtype."""

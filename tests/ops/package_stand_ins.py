@@ -1,36 +1,80 @@
-"""Stand-ins for packages of flash attention that are not installed here, with the signatures of the real ones."""
+"""Stand-ins for packages of flash attention that are not installed here, with the signatures of the real ones.
+
+They read the mask from their arguments, as the packages do, and leave what a package may leave where nothing is seen:
+NaN, and a log-sum-exp of inf.
+"""
 
 import sys
 from types import ModuleType
 
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, ReferenceKernel
+from bmburst_ops.flash import CAUSAL, BackwardInputs, Band, Gradients, ReferenceKernel, Scoring, Segments
 from bmburst_ops.flash.fa2_fa3 import FlashAttention2Kernel, FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
 from bmburst_ops.flash.inputs import is_aligned
+from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.merge import row_dots
+from tests.ops.masks import visible
 
 
-def pattern_of(causal):
-    return CAUSAL if causal else FULL
+class StandIn:
+    """A package that sees a mask in its arguments."""
 
+    def __init__(self, kernel):
+        self.kernel, self.calls = kernel, 0
+        self.softcaps = set()  # that its functions were told; 0 and None are none
+        self.asked = (None, None)  # memory that its last forward was to write to
+        self.gradients = self.deterministic = None  # of its last backward
 
-def attend(q, k, v, scale, causal, softcap=0.0):
-    """A package's forward: everything aligned, results in the dtype of q; a softcap of 0 is none."""
-    assert all(is_aligned(t) for t in (q, k, v))
-    out, lse = ReferenceKernel().forward(q, k, v, pattern=pattern_of(causal), scale=scale, softcap=softcap or None)
-    return out.to(q.dtype), lse
+    def pattern(self, q, k, causal, left, right, cu_q=None, cu_k=None, max_q=None, max_k=None, clamped=False):
+        """Return the pattern of the arguments. If clamped, a bound of at least the longest keys is no bound."""
+        left, right = (None if bound is None or bound < 0 else bound for bound in (left, right))
+        assert not causal or left is right is None
+        if clamped:
+            most = k.shape[1] if max_k is None else max_k
+            left, right = (None if bound is None or bound >= most else bound for bound in (left, right))
+        band = CAUSAL if causal else Band(left, right)
+        if cu_q is cu_k is None:
+            return band
+        for side, most, count in ((cu_q, max_q, len(q)), (cu_k, max_k, len(k))):
+            assert side.dtype is torch.int32 and side.is_contiguous() and side[0] == 0 and side[-1] == count
+            assert side.diff().max() <= most
+        assert not clamped or max_q > 1  # with one, the package takes every segment to have one
+        return Segments(band, *(tuple(side.tolist()) for side in (cu_q, cu_k)))
 
+    def forward(self, q, k, v, scale, pattern, softcap=None, out=None, statistic=None):
+        self.calls += 1
+        self.softcaps.add(softcap or None)
+        assert all(is_aligned(t) for t in (q, k, v))
+        four = [t if t.ndim == 4 else t[None] for t in (q, k, v)]
+        result, lse = ReferenceKernel().forward(*four, Scoring(pattern, scale, softcap or None))
+        blind = ~visible(pattern, four[0].shape[1], four[1].shape[1]).any(1)
+        result[:, blind], lse[:, :, blind] = torch.nan, torch.inf
+        result, lse = (t if q.ndim == 4 else t[0] for t in (result.to(q.dtype), lse))
+        self.asked = out, statistic
+        if statistic is not None:
+            check_statistic_memory(statistic, lse.shape)
+        return result if out is None else out.copy_(result), lse if statistic is None else statistic.copy_(lse)
 
-def differentiate(dout, q, k, v, lse, delta, scale, causal, into, softcap=0.0):
-    """A package's backward: aligned inputs, fp32 statistics, and aligned memory of its dtype to write to."""
-    assert all(is_aligned(t) and t.dtype is q.dtype for t in (dout, q, k, v, *into))
-    assert lse.shape == delta.shape == (q.shape[0], q.shape[2], q.shape[1])
-    assert lse.dtype is delta.dtype is torch.float32
-    options = {"pattern": pattern_of(causal), "scale": scale, "deterministic": True, "into": Gradients(*into)}
-    options["softcap"] = softcap or None
-    ReferenceKernel().backward(BackwardInputs(dout, q, k, v, lse, delta), **options)
+    def backward(self, dout, q, k, v, out, lse, scale, pattern, into, softcap=None, deterministic=False, dlse=None):
+        """Write to aligned memory of the inputs' dtype. Without `dlse`, statistics must be contiguous."""
+        self.calls += 1
+        self.softcaps.add(softcap or None)
+        self.gradients, self.deterministic = into, deterministic
+        assert all(is_aligned(t) and t.dtype is q.dtype for t in (dout, q, k, v, *into))
+        assert dlse is not None or lse.is_contiguous()
+        delta = (row_dots(dout, out) if q.ndim == 4 else row_dots(dout[None], out[None])[0]) - (
+            0 if dlse is None else dlse
+        )
+        assert lse.shape == delta.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
+        assert lse.dtype is delta.dtype is torch.float32 and lse.isfinite().all() and delta.isfinite().all()
+        four = [t if q.ndim == 4 else t[None] for t in (dout, q, k, v, lse, delta, *into)]
+        given, scoring = BackwardInputs(*four[:6]), Scoring(pattern, scale, softcap or None)
+        ReferenceKernel().backward(given, scoring, deterministic=True, into=Gradients(*four[6:]))
+        mask = visible(pattern, four[1].shape[1], four[2].shape[1])
+        for gradient, seen in zip(four[6:], (mask.any(1), mask.any(0), mask.any(0)), strict=True):
+            gradient[:, ~seen] = torch.nan
 
 
 def check_statistic_memory(lse, shape):
@@ -39,92 +83,148 @@ def check_statistic_memory(lse, shape):
     assert lse.data_ptr() % 4 == 0 and (lse.is_contiguous() or lse.stride(-1) == 1)
 
 
-def fa2(seen):
-    # fmt: off
+# fmt: off
+def fa2(monkeypatch):
+    made = StandIn(FlashAttention2Kernel())
+
     def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
                             alibi_slopes, return_softmax):
-        assert (dropout_p, window_size_left, window_size_right) == (0.0, -1, -1)
-        assert alibi_slopes is None and not return_softmax
-        return *attend(q, k, v, softmax_scale, causal, softcap), None, None
+        assert dropout_p == 0.0 and alibi_slopes is None and not return_softmax
+        pattern = made.pattern(q, k, causal, window_size_left, window_size_right, clamped=True)
+        return *made.forward(q, k, v, softmax_scale, pattern, softcap), None, None
+
+    def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+                                   softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+                                   alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None,
+                                   seqused_k=None):
+        assert dropout_p == 0.0 and alibi_slopes is None and not return_softmax
+        pattern = made.pattern(q, k, causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k,
+                               max_seqlen_q, max_seqlen_k, clamped=True)
+        return *made.forward(q, k, v, softmax_scale, pattern, softcap), None, None
 
     def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
                              window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):
-        assert (dropout_p, window_size_left, window_size_right, alibi_slopes) == (0.0, -1, -1, None)
-        assert softmax_lse.is_contiguous()
-        seen.append((deterministic, dq, dk, dv))
-        differentiate(dout, q, k, v, softmax_lse, row_dots(dout, out), softmax_scale, causal, (dq, dk, dv), softcap)
-    # fmt: on
-    return FlashAttention2Kernel(), "flash_attn.flash_attn_interface", _flash_attn_forward, _flash_attn_backward
+        assert dropout_p == 0.0 and alibi_slopes is None
+        pattern, into = made.pattern(q, k, causal, window_size_left, window_size_right, clamped=True), (dq, dk, dv)
+        made.backward(dout, q, k, v, out, softmax_lse, softmax_scale, pattern, into, softcap, deterministic)
+
+    def _flash_attn_varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
+                                    max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left,
+                                    window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):
+        assert dropout_p == 0.0 and alibi_slopes is None
+        pattern = made.pattern(q, k, causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k,
+                               max_seqlen_q, max_seqlen_k, clamped=True)
+        made.backward(dout, q, k, v, out, softmax_lse, softmax_scale, pattern, (dq, dk, dv), softcap, deterministic)
+
+    functions = _flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward
+    install(monkeypatch, made.kernel, "flash_attn.flash_attn_interface", *functions)
+    return made
 
 
-def fa3(seen):
-    # fmt: off
+def fa3(monkeypatch):
+    made = StandIn(FlashAttention3Kernel())
+
     def _flash_attn_forward(q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
                             cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
                             page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
                             seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
                             causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0,
                             rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0):
-        assert k_new is v_new is qv is out_ is q_descale is v_descale is None
-        return *attend(q, k, v, softmax_scale, causal, softcap), torch.tensor([]), torch.tensor([])
+        assert k_new is v_new is qv is out_ is cu_seqlens_k_new is seqused_q is seqused_k is page_table is None
+        assert kv_batch_idx is leftpad_k is rotary_cos is rotary_sin is seqlens_rotary is None
+        assert q_descale is k_descale is v_descale is None
+        pattern = made.pattern(q, k, causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k,
+                               max_seqlen_q, max_seqlen_k)
+        return *made.forward(q, k, v, softmax_scale, pattern, softcap), torch.tensor([]), torch.tensor([])
 
     def _flash_attn_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None,
                              sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None,
                              softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
                              softcap=0.0, deterministic=False, sm_margin=0):
-        assert cu_seqlens_q is max_seqlen_k is None and softmax_lse.is_contiguous()
-        seen.append((deterministic, dq, dk, dv))
-        differentiate(dout, q, k, v, softmax_lse, row_dots(dout, out), softmax_scale, is_causal, (dq, dk, dv), softcap)
-    # fmt: on
-    return FlashAttention3Kernel(), "flash_attn_interface", _flash_attn_forward, _flash_attn_backward
+        assert sequed_q is sequed_k is None
+        pattern = made.pattern(q, k, is_causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k,
+                               max_seqlen_q, max_seqlen_k)
+        made.backward(dout, q, k, v, out, softmax_lse, softmax_scale, pattern, (dq, dk, dv), softcap, deterministic)
+
+    install(monkeypatch, made.kernel, "flash_attn_interface", _flash_attn_forward, _flash_attn_backward)
+    return made
 
 
-def older_fa3(seen):
-    # fmt: off
+def older_fa3(monkeypatch):
+    made = StandIn(FlashAttention3Kernel())
+
     def _flash_attn_forward(q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q,
                             seqused_k, max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos,
                             rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal,
                             window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
                             scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0):
-        assert k_new is out is v_descale is None
-        return attend(q, k, v, softmax_scale, causal, softcap)
+        assert k_new is v_new is qv is out is q_descale is k_descale is v_descale is None
+        pattern = made.pattern(q, k, causal, *window_size, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return made.forward(q, k, v, softmax_scale, pattern, softcap)
 
     def _flash_attn_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k,
                              max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1),
                              softcap=0.0, deterministic=False, sm_margin=0):
-        seen.append((deterministic, dq, dk, dv))
-        differentiate(dout, q, k, v, softmax_lse, row_dots(dout, out), softmax_scale, causal, (dq, dk, dv), softcap)
+        pattern = made.pattern(q, k, causal, *window_size, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        made.backward(dout, q, k, v, out, softmax_lse, softmax_scale, pattern, (dq, dk, dv), softcap, deterministic)
         return dq, dk, dv, None
-    # fmt: on
-    return FlashAttention3Kernel(), "flash_attn_interface", _flash_attn_forward, _flash_attn_backward
+
+    install(monkeypatch, made.kernel, "flash_attn_interface", _flash_attn_forward, _flash_attn_backward)
+    return made
 
 
-def fa4(seen, written=None):
-    written = [] if written is None else written
+def fa4(monkeypatch):
+    made = StandIn(FlashAttention4Kernel())
 
-    def _flash_attn_fwd(
-        q, k, v, *, softmax_scale=None, causal=False, softcap=None, pack_gqa=None, return_lse=False, out=None, lse=None
-    ):
-        assert pack_gqa is (None if q.shape[2] // k.shape[2] in (1, 2, 4, 8, 16, 32, 64) else False)
-        assert return_lse and (out is None or (is_aligned(out) and out.dtype is q.dtype))
-        if lse is not None:
-            check_statistic_memory(lse, (q.shape[0], q.shape[2], q.shape[1]))
-        written.append((out, lse))
-        results = zip(attend(q, k, v, softmax_scale, causal, softcap), (out, lse), strict=True)
-        return *(ours if target is None else target.copy_(ours) for ours, target in results), None, None, None
+    def read(q, k, causal, left, right, *segments):
+        assert all(bound is None or bound >= 0 for bound in (left, right))
+        return made.pattern(q, k, causal, left, right, *segments)
 
-    def _flash_attn_bwd(
-        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, *, deterministic=False, dq, dk, dv, dlse
-    ):
-        assert softcap is not None
-        assert q.shape[2] == k.shape[2] or q.shape[3] == v.shape[3]  # "GQA backward requires head_dim == head_dim_v"
+    def _flash_attn_fwd(q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                        softmax_scale=None, causal=False, window_size_left=None, window_size_right=None, pack_gqa=None,
+                        return_lse=False, out=None, lse=None, softcap=None):
+        assert return_lse and pack_gqa is (None if q.shape[-2] // k.shape[-2] in (1, 2, 4, 8, 16, 32, 64) else False)
+        assert out is None or (out.shape == (*q.shape[:-1], v.shape[-1]) and is_aligned(out) and out.dtype is q.dtype)
+        pattern = read(q, k, causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                       max_seqlen_k)
+        return *made.forward(q, k, v, softmax_scale, pattern, softcap, out, lse), None, None, None
+
+    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+                        window_size_right=None, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+                        max_seqlen_k=None, deterministic=False, dq, dk, dv, dlse):
+        assert q.shape[-2] == k.shape[-2] or q.shape[-1] == v.shape[-1]  # "GQA backward requires head_dim == ..."
         assert out.shape == dout.shape and out.dtype is q.dtype and out.untyped_storage().nbytes() <= 2 * q.shape[-1]
-        assert dlse.dtype is torch.float32
-        seen.append((deterministic, dq, dk, dv))
-        differentiate(dout, q, k, v, lse, row_dots(dout, out) - dlse, softmax_scale, causal, (dq, dk, dv), softcap)
-        return dq, dk, dv
+        assert softcap is not None
+        pattern, into = read(q, k, causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k,
+                             max_seqlen_q, max_seqlen_k), (dq, dk, dv)
+        made.backward(dout, q, k, v, out, lse, softmax_scale, pattern, into, softcap, deterministic, dlse)
+        return into
 
-    return FlashAttention4Kernel(), "flash_attn.cute.interface", _flash_attn_fwd, _flash_attn_bwd
+    install(monkeypatch, made.kernel, "flash_attn.cute.interface", _flash_attn_fwd, _flash_attn_bwd)
+    return made
+
+
+def torchs(monkeypatch):
+    made = StandIn(TorchKernel())
+
+    def forward(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale,
+                window_size_left=None, window_size_right=None):
+        pattern = made.pattern(q, k, is_causal, window_size_left, window_size_right, cum_seq_q, cum_seq_k, max_q, max_k,
+                               clamped=True)
+        return *made.forward(q, k, v, scale, pattern), None, None, None
+
+    def backward(grad_out, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
+                 unused, *, scale, window_size_left=None, window_size_right=None):
+        pattern = made.pattern(q, k, is_causal, window_size_left, window_size_right, cum_seq_q, cum_seq_k, max_q, max_k,
+                               clamped=True)
+        into, deterministic = [torch.empty_like(t) for t in (q, k, v)], torch.are_deterministic_algorithms_enabled()
+        made.backward(grad_out, q, k, v, out, lse, scale, pattern, into, deterministic=deterministic)
+        return into
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    return made
+# fmt: on
 
 
 def install(monkeypatch, kernel, path, *functions):

@@ -14,6 +14,7 @@ from bmburst_ops.biased import (
     bee_bias,
     bee_tokens,
 )
+from bmburst_ops.flash import BackwardInputs
 from tests.ops.biased_oracle import Bee, distance_bucket, draw, draw_ant, draw_bee, long_segments, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,14 +71,14 @@ def check(kernel, batch, heads, head_dim, dtype, once=False):
     assert not part.out.cpu().transpose(1, 2)[~seen].any()
     assert error(part.lse.cpu()[seen], expected[1][seen]) < max(1e-10, min(1e-6, ERRORS[dtype]))
     assert error(part.out, expected[0]) < ERRORS[dtype]
-    inputs = (grad, q, k, v, part.lse, delta, table, pairs)
-    gradients = kernel.backward(*inputs, **options)
+    given = BackwardInputs(grad, q, k, v, part.lse, delta)
+    gradients = kernel.backward(given, table, pairs, **options)
     for name, value, wanted in zip(("q", "k", "v", "table"), gradients, expected[2:], strict=True):
         assert value.dtype == torch.promote_types(dtype, torch.float32)
         assert error(value, wanted) < 2 * ERRORS[dtype], name
     if once:
         return
-    again = kernel.backward(*inputs, **options, rounded=True)
+    again = kernel.backward(given, table, pairs, **options, rounded=True)
     for value, narrow in zip(gradients, again, strict=True):
         assert narrow.dtype == dtype
         if DEVICE == "cuda" or dtype != torch.bfloat16:
@@ -88,7 +89,7 @@ def check(kernel, batch, heads, head_dim, dtype, once=False):
     half = slice(0, length // 2), slice(length // 2, None)
     parts = [Pairs(formula, relations, tokens, tokens.part(cut)) for cut in half]
     blocks = [
-        kernel.backward(grad, q, k[:, cut], v[:, cut], *inputs[4:7], part, **options)
+        kernel.backward(given._replace(k=k[:, cut], v=v[:, cut]), table, part, **options)
         for cut, part in zip(half, parts, strict=True)
     ]
     assert error(blocks[0].q + blocks[1].q, expected[2]) < 2 * ERRORS[dtype]

@@ -18,6 +18,7 @@ from bmburst_ops.biased import (
 )
 from bmburst_ops.biased.triton import as_numbers, no_sums
 from bmburst_ops.errors import KernelError
+from bmburst_ops.flash import BackwardInputs
 from tests.ops.test_biased import DEVICE
 from tests.refusals import refused
 
@@ -56,8 +57,8 @@ def forward(kernel, inputs):
 
 
 def backward(kernel, inputs, grad, lse):
-    q, k, v, table = (inputs[name] for name in ("q", "k", "v", "table"))
-    return kernel.backward(grad, q, k, v, lse, torch.zeros_like(lse), table, pairs_of(inputs), scale=0.3)
+    given = BackwardInputs(grad, inputs["q"], inputs["k"], inputs["v"], lse, torch.zeros_like(lse))
+    return kernel.backward(given, inputs["table"], pairs_of(inputs), scale=0.3)
 
 
 @KERNELS

@@ -10,6 +10,7 @@ from bmburst_ops.biased import triton as kernels
 from bmburst_ops.biased.formula import visible
 from bmburst_ops.biased.triton import diagonal_runs, line_runs
 from bmburst_ops.biased.triton_blocks import GENERAL, NEAR, PARTLY
+from bmburst_ops.flash import BackwardInputs
 from bmburst_ops.flash.triton import BlockSizes
 from tests.ops.biased_oracle import draw, draw_bee, long_segments
 from tests.ops.test_biased import DEVICE, error, ours
@@ -158,7 +159,7 @@ def test_kernels_equal_the_plain_one_on_every_kind_of_block(name, most, cut):
         part = kernel.forward(q, k, v, table, pairs, scale=0.3)
         delta = (grad * part.out).sum(-1).transpose(1, 2)
         lse = results[0][1].to(dtype) if results else part.lse
-        gradients = kernel.backward(grad, q, k, v, lse, delta, table, pairs, scale=0.3)
+        gradients = kernel.backward(BackwardInputs(grad, q, k, v, lse, delta), table, pairs, scale=0.3)
         results.append((part.out, part.lse, *gradients))
     wanted, found = results
     seen = wanted[1] > -torch.inf

@@ -30,7 +30,6 @@ def test_rms_norm_is_hugging_faces() -> None:
 def test_rms_norm_of_a_zero_row_is_zero() -> None:
     x = torch.zeros(3, 5, requires_grad=True)
     rms_norm(x, torch.ones(5), 1e-5).sum().backward()
-    assert x.grad is not None
     assert torch.isfinite(x.grad).all()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from bmburst import BlockSparse, SlidingWindow
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Cells, Partial, queries_ahead, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Cells, Partial, Scoring, queries_ahead, select_kernel
 from bmburst_ops.flash.fa4 import BLOCK_HEAD_DIMS, FlashAttention4Kernel, listed
 from bmburst_ops.flash.inputs import is_aligned
 from bmburst_ops.pattern import BLOCK, blocks_of
@@ -121,10 +121,10 @@ def test_what_is_no_pattern_of_blocks_is_refused(pattern):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)
         with refused("kernel 'fa4' | multiple of 128 | another kernel", error=KernelError):
-            FlashAttention4Kernel().forward(q, k, k, pattern=pattern, scale=1.0)
+            FlashAttention4Kernel().forward(q, k, k, Scoring(pattern, 1.0))
         given = BackwardInputs(q, q, k, k, lse, lse)
         with refused("kernel 'fa4' | multiple of 128 | another kernel", error=KernelError):
-            FlashAttention4Kernel().backward(given, pattern=pattern, scale=1.0, deterministic=False)
+            FlashAttention4Kernel().backward(given, Scoring(pattern, 1.0), deterministic=False)
 
 
 class BlockSparseTensorsTorch(NamedTuple):
@@ -256,18 +256,18 @@ def test_results_are_put_where_they_are_asked_for(monkeypatch):
     assert found.out is into.out and found.lse is into.lse and error(into.out, tile.out) < EPSILON[BF16]
 
 
-@pytest.mark.parametrize("options", [{"deterministic": True}, {"softcap": 5.0}], ids=str)
-def test_what_it_cannot_do_under_blocks_is_never_left_out(monkeypatch, options):
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_what_it_cannot_do_under_blocks_is_never_left_out(monkeypatch, softcap):
     kernel, _ = stand_in(monkeypatch)
     pattern = sparse(3, 313, 313, BLOCK, 0.6)
     tile = Masked(pattern, 313, 313, 2, 1, 16, BF16, device="cpu")
     given = BackwardInputs(tile.grad, tile.q, tile.k, tile.v, tile.lse.float(), tile.delta.float())
-    words = "softcap" if "softcap" in options else "deterministic backward"
+    words, scoring = "softcap" if softcap else "deterministic backward", Scoring(pattern, 1.0, softcap)
     with refused(f"kernel 'fa4' | {words} | block-sparse masks", error=KernelError):
-        kernel.backward(given, **{"pattern": pattern, "scale": 1.0, "deterministic": False} | options)
-    if "softcap" in options:
+        kernel.backward(given, scoring, deterministic=softcap is None)
+    if softcap:
         with refused("kernel 'fa4' | softcap | block-sparse masks", error=KernelError):
-            kernel.forward(tile.q, tile.k, tile.v, pattern=pattern, scale=1.0, **options)
+            kernel.forward(tile.q, tile.k, tile.v, scoring)
 
 
 def is_here():

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, KERNELS, BackwardInputs, Gradients
+from bmburst_ops.flash import CAUSAL, FULL, KERNELS, BackwardInputs, Gradients, Scoring
 from bmburst_ops.flash.kernel import NotAlwaysDeterministic
 from bmburst_ops.merge import merge_partials_
 from tests.ops.masks import attention
@@ -86,13 +86,13 @@ def test_tiles_of_one_softmax_add_up(kernel):
     heads, rows = tile.lse.shape[1:]
     out = torch.zeros(tile.out.shape, device=DEVICE)
     lse = torch.full((1, heads, rows), -torch.inf, device=DEVICE)
-    options = {"pattern": FULL, "scale": tile.scale}
+    scoring = Scoring(FULL, tile.scale)
     grads = []
     for keys in (slice(0, 150), slice(150, None)):
         k, v = tile.k[:, keys], tile.v[:, keys]
-        merge_partials_(out, lse, *kernel.forward(tile.q, k, v, **options))
+        merge_partials_(out, lse, *kernel.forward(tile.q, k, v, scoring))
         given = BackwardInputs(tile.grad, tile.q, k, v, *tile.statistics)
-        grads.append(kernel.backward(given, **options, deterministic=False))
+        grads.append(kernel.backward(given, scoring, deterministic=False))
     assert error(out, tile.out) < EPSILON[tile.dtype]
     torch.testing.assert_close(lse.double().cpu(), tile.lse, rtol=1e-4, atol=1e-4)
     joined = (grads[0].q.double() + grads[1].q, *(torch.cat([g[i] for g in grads], 1) for i in (1, 2)))

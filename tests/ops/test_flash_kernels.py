@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, KERNELS, BackwardInputs, ReferenceKernel, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, KERNELS, BackwardInputs, ReferenceKernel, Scoring, select_kernel
 from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.merge import merge_partials_, row_dots, surrogate_out
 from tests.attention.oracle import draw
@@ -37,11 +37,11 @@ def test_tile_equals_the_definition(kernel, rows, columns, causal, heads, kv_hea
 
     q, k, v, grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
     assert kernel.refusal(q, k) is None
-    part = kernel.forward(q, k, v, pattern=pattern, scale=0.2)
+    part = kernel.forward(q, k, v, Scoring(pattern, 0.2))
     torch.testing.assert_close(part.out.double().cpu(), out.detach(), **EXACT)
     torch.testing.assert_close(part.lse.double().cpu(), lse.detach(), **EXACT)
     given = BackwardInputs(grad, q, k, v, part.lse, row_dots(grad, part.out))
-    gradients = kernel.backward(given, pattern=pattern, scale=0.2, deterministic=False)
+    gradients = kernel.backward(given, Scoring(pattern, 0.2), deterministic=False)
     for ours, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours.double().cpu(), wanted, **EXACT)
 
@@ -60,13 +60,11 @@ def test_tiles_of_one_softmax_add_up(kernel):
     out, lse = torch.zeros_like(q, dtype=wide), torch.full((1, 4, 24), -torch.inf, dtype=wide, device=DEVICE)
     halves = [slice(0, 9), slice(9, None)]
     for half in halves:
-        merge_partials_(out, lse, *kernel.forward(q, k[:, half], v[:, half], pattern=FULL, scale=0.25))
+        merge_partials_(out, lse, *kernel.forward(q, k[:, half], v[:, half], Scoring(FULL, 0.25)))
     torch.testing.assert_close(lse.double().cpu(), whole_lse.detach(), **EXACT)
     delta = row_dots(grad, out)
     parts = [
-        kernel.backward(
-            BackwardInputs(grad, q, k[:, h], v[:, h], lse, delta), pattern=FULL, scale=0.25, deterministic=False
-        )
+        kernel.backward(BackwardInputs(grad, q, k[:, h], v[:, h], lse, delta), Scoring(FULL, 0.25), deterministic=False)
         for h in halves
     ]
     joined = (parts[0].q.double() + parts[1].q.double(), *(torch.cat([p[i] for p in parts], 1) for i in (1, 2)))
@@ -86,10 +84,10 @@ def test_any_strides(kernel):
         q, k, v, grad = (t.permute(order).contiguous().permute(back) for t in dense)
         far = BackwardInputs(grad, q, k, v, *(torch.stack([t.mT, t.mT], -1)[..., 1].mT for t in (lse, delta)))
         for ours, wanted in (
-            (kernel.forward(q, k, v, pattern=CAUSAL, scale=0.2), kernel.forward(*dense[:3], pattern=CAUSAL, scale=0.2)),
+            (kernel.forward(q, k, v, Scoring(CAUSAL, 0.2)), kernel.forward(*dense[:3], Scoring(CAUSAL, 0.2))),
             (
-                kernel.backward(far, pattern=CAUSAL, scale=0.2, deterministic=True),
-                kernel.backward(near, pattern=CAUSAL, scale=0.2, deterministic=True),
+                kernel.backward(far, Scoring(CAUSAL, 0.2), deterministic=True),
+                kernel.backward(near, Scoring(CAUSAL, 0.2), deterministic=True),
             ),
         ):
             for a, b in zip(ours, wanted, strict=True):
@@ -101,11 +99,9 @@ def test_the_references_memory_is_linear():
     q, k, v, grad = (torch.randn(1, rows, 1, 4) for _ in "qkvg")
     kernel, alive = ReferenceKernel(), LiveBytes()
     with alive:
-        part = kernel.forward(q, k, v, pattern=CAUSAL, scale=0.5)
+        part = kernel.forward(q, k, v, Scoring(CAUSAL, 0.5))
         assert alive.peak < rows * rows * 4  # less than one matrix of scores
-        kernel.backward(
-            BackwardInputs(grad, q, k, v, part.lse, part.lse), pattern=CAUSAL, scale=0.5, deterministic=True
-        )
+        kernel.backward(BackwardInputs(grad, q, k, v, part.lse, part.lse), Scoring(CAUSAL, 0.5), deterministic=True)
         assert alive.peak < 2 * rows * rows * 4
 
 
@@ -121,7 +117,7 @@ def test_torchs_switch_is_set_for_a_deterministic_call_only(monkeypatch):
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     given = BackwardInputs(q, q, q, q, torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
-    call = partial(TorchKernel().backward, given, pattern=CAUSAL, scale=1)
+    call = partial(TorchKernel().backward, given, Scoring(CAUSAL, 1))
     try:
         for before in (0, 1):
             torch.set_deterministic_debug_mode(before)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, KERNELS, BackwardInputs, Band, Gradients, Segments, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, KERNELS, BackwardInputs, Band, Gradients, Scoring, Segments, select_kernel
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import a_cells, blocks, some
 from tests.ops.tiles import DEVICE, EPSILON, assert_same, error, room, some_heads
@@ -53,11 +53,9 @@ def test_more_queries_than_keys_and_nothing_at_all(kernel, pattern, queries, key
     tile = Masked(pattern, queries, keys, 2, 1, 16, torch.float64) if keys and queries else None
     if tile is None:
         q, k = (torch.ones(2, n, 2, 16, dtype=torch.float64, device=DEVICE) for n in (queries, keys))
-        out, lse = kernel.forward(q, k, k, pattern=pattern, scale=1.0)
+        out, lse = kernel.forward(q, k, k, Scoring(pattern, 1.0))
         assert out.shape == q.shape and not out.any() and lse.shape == (2, 2, queries) and (lse == -torch.inf).all()
-        gradients = kernel.backward(
-            BackwardInputs(q, q, k, k, lse, lse * 0), pattern=pattern, scale=1.0, deterministic=True
-        )
+        gradients = kernel.backward(BackwardInputs(q, q, k, k, lse, lse * 0), Scoring(pattern, 1.0), deterministic=True)
         assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape] and not any(g.any() for g in gradients)
         return
     torch.testing.assert_close(tile.forward(kernel).out.cpu(), tile.out, **EXACT)
@@ -172,4 +170,4 @@ def test_a_kernel_says_which_masks_it_cannot_do():
     assert select_kernel("auto", q, q, needs=frozenset({"cells"})).name == "reference"
     cells = a_cells(random.Random(0), 4, 4, 2)
     with refused("'cpu' | block-sparse masks | another kernel", error=KernelError):
-        select_kernel("cpu", q, q).forward(q, q, q, pattern=cells, scale=1.0)
+        select_kernel("cpu", q, q).forward(q, q, q, Scoring(cells, 1.0))

@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, kernels_on, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, Partial, Scoring, kernels_on, select_kernel
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
 from bmburst_ops.flash.inputs import aligned, is_aligned
 from bmburst_ops.flash.padded import PaddedKernel
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.machine import is_there, version_of
-from bmburst_ops.merge import row_dots
 from tests.ops.another_machine import AnotherMachine
 from tests.ops.masked import Masked
-from tests.ops.package_stand_ins import attend, differentiate, fa2, fa3, fa4, install, older_fa3
+from tests.ops.package_stand_ins import StandIn, fa2, fa3, fa4, older_fa3
 from tests.ops.tiles import (
     EPSILON,
     Tile,
@@ -45,8 +44,8 @@ CASES = [
 @pytest.mark.parametrize("view", [some_heads, one_number_off], ids=lambda view: view.__name__)
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_packages_are_called_as_they_want(monkeypatch, stand_in, case, view, softcap):
-    seen = []
-    kernel = install(monkeypatch, *stand_in(seen))
+    made = stand_in(monkeypatch)
+    kernel = made.kernel
     tile = Tile(case, softcap=softcap, device="cpu")
     tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     tile.statistics = tuple(every_second(t) for t in tile.statistics)
@@ -56,27 +55,26 @@ def test_packages_are_called_as_they_want(monkeypatch, stand_in, case, view, sof
         assert error(part.out, tile.out) < EPSILON[tile.dtype]
         torch.testing.assert_close(part.lse.double(), tile.lse, rtol=1e-5, atol=1e-5)
     for deterministic in (False, kernel.name != "fa3"):
-        into = Gradients(*(view(torch.empty_like(t)) for t in (tile.q, tile.k, tile.v))) if seen else None
+        into = Gradients(*(view(torch.empty_like(t)) for t in (tile.q, tile.k, tile.v))) if made.gradients else None
         gradients = tile.backward(kernel, deterministic, into=into)
-        asked, *written = seen[-1]
-        assert asked is deterministic
+        assert made.deterministic is deterministic
         if into:
             assert all(a is b for a, b in zip(gradients, into, strict=True))
             if view is some_heads:  # nothing in between
-                assert all(a is b for a, b in zip(written, into, strict=True))
+                assert all(a is b for a, b in zip(made.gradients, into, strict=True))
         for ours, wanted in zip(gradients, tile.gradients, strict=True):
             assert error(ours, wanted) < 1.5 * EPSILON[tile.dtype]
 
 
 def test_fa4_writes_where_it_can(monkeypatch):
-    written = []
-    kernel = install(monkeypatch, *fa4([], written))
+    made = fa4(monkeypatch)
+    kernel = made.kernel
     q = torch.randn(2, 5, 2, 16).bfloat16()
-    lse = kernel.forward(q, q, q, pattern=CAUSAL, scale=1.0).lse
-    assert written == [(None, None)]
+    lse = kernel.forward(q, q, q, Scoring(CAUSAL, 1.0)).lse
+    assert made.asked == (None, None)
     for out, writes in ((some_heads(q), True), (one_number_off(q), False), (torch.empty(q.shape), False)):
-        kernel.forward(q, q, q, pattern=CAUSAL, scale=1.0, into=Partial(out, torch.empty_like(lse)))
-        assert written[-1][0] is (out if writes else None)
+        kernel.forward(q, q, q, Scoring(CAUSAL, 1.0), into=Partial(out, torch.empty_like(lse)))
+        assert made.asked[0] is (out if writes else None)
     for statistic, writes in (
         (some_statistics(torch.zeros_like(lse)), True),  # rows that start at any number
         (torch.zeros(2, 2, 5).transpose(0, 1), True),
@@ -84,8 +82,8 @@ def test_fa4_writes_where_it_can(monkeypatch):
         (every_second(torch.zeros_like(lse)), False),
         (torch.zeros(2, 5, 2).mT, False),
     ):
-        part = kernel.forward(q, q, q, pattern=CAUSAL, scale=1.0, into=Partial(torch.empty_like(q), statistic))
-        assert written[-1][1] is (statistic if writes else None)
+        part = kernel.forward(q, q, q, Scoring(CAUSAL, 1.0), into=Partial(torch.empty_like(q), statistic))
+        assert made.asked[1] is (statistic if writes else None)
         assert part.lse is statistic and torch.equal(statistic.float(), lse)
 
 
@@ -94,13 +92,13 @@ def test_torch_gives_results_where_asked(monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", lambda *_, **__: (3 * q, 4 * q, 5 * q))
     q = torch.randn(1, 5, 2, 16).bfloat16()
     out, *into = (some_heads(torch.zeros_like(q)) for _ in range(4))
-    kernel, options = TorchKernel(), {"pattern": CAUSAL, "scale": 1.0}
+    kernel, scoring = TorchKernel(), Scoring(CAUSAL, 1.0)
     statistic = torch.randn(1, 2, 5)
     targets = Partial(out, some_statistics(torch.zeros_like(statistic)))
-    assert_same(kernel.forward(q, q, q, **options, into=targets), targets)
+    assert_same(kernel.forward(q, q, q, scoring, targets), targets)
     assert torch.equal(out, q) and torch.equal(targets.lse, 2 * statistic)
     given = BackwardInputs(q, q, q, q, statistic, statistic)
-    gradients = kernel.backward(given, **options, deterministic=False, into=Gradients(*into))
+    gradients = kernel.backward(given, scoring, deterministic=False, into=Gradients(*into))
     assert_same(gradients, into)
     assert all(torch.equal(t, n * q) for n, t in enumerate(into, 3))
 
@@ -132,6 +130,8 @@ def test_alignment(view, fits):
 def test_cudnn_is_called_as_it_wants(monkeypatch, case):
     """Heads first and as many of K and V, no causal tile but squares, nothing of one token."""
 
+    made = StandIn(CudnnKernel())
+
     def expect(q, k, causal):
         assert q.shape[1] == k.shape[1] and min(q.shape[2], k.shape[2]) > 1
         assert not causal or q.shape[2] == k.shape[2]
@@ -139,8 +139,9 @@ def test_cudnn_is_called_as_it_wants(monkeypatch, case):
     def forward(q, k, v, bias, wants_lse, dropout, causal, debug, *, scale):
         assert (bias, wants_lse, dropout, debug) == (None, True, 0.0, False)
         expect(q, k, causal)
-        out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), scale, causal)
-        return out.transpose(1, 2), lse[..., None], None, None, q.shape[2], k.shape[2], None, None, None
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse = made.forward(q, k, v, scale, CAUSAL if causal else FULL)
+        return out.transpose(1, 2), lse[..., None], None, None, q.shape[1], k.shape[1], None, None, None
 
     def backward(grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale):
         assert lse.is_contiguous() and lse.shape == (*q.shape[:3], 1) and bias is cum_q is cum_k is None
@@ -148,12 +149,12 @@ def test_cudnn_is_called_as_it_wants(monkeypatch, case):
         expect(q, k, causal)
         grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
         into = [torch.empty_like(t) for t in (q, k, v)]
-        differentiate(grad, q, k, v, lse[..., 0], row_dots(grad, out), scale, causal, into)
+        made.backward(grad, q, k, v, out, lse[..., 0], scale, CAUSAL if causal else FULL, into)
         return tuple(t.transpose(1, 2) for t in into)
 
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
-    kernel, tile = CudnnKernel(), Masked(*case, device="cpu") if case[0] is CAUSAL else Tile(case, device="cpu")
+    kernel, tile = made.kernel, Masked(*case, device="cpu") if case[0] is CAUSAL else Tile(case, device="cpu")
     tile.q, tile.k, tile.v, tile.grad = (one_number_off(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     targets = room(tile.q, some_heads)
     into = Gradients(*(some_heads(torch.empty_like(t)) for t in (tile.q, tile.k, tile.v)))
@@ -171,7 +172,7 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     q = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16)
     with refused("'fa3' | flash_attn_interface | cannot be imported", error=KernelError):
-        FlashAttention3Kernel().forward(q, q, q, pattern=CAUSAL, scale=1.0)
+        FlashAttention3Kernel().forward(q, q, q, Scoring(CAUSAL, 1.0))
 
 
 def query(head_dim=128, dtype=torch.bfloat16, heads=2, **_):
@@ -312,17 +313,17 @@ def test_who_takes_two_widths_of_shared_kv_heads(installed, name, pads):
 def test_backward_never_breaks_the_promise_of_equal_bits(kernel):
     q, lse = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
     with refused(f"kernel '{kernel.name}' | deterministic backward", error=KernelError):
-        kernel.backward(BackwardInputs(q, q, q, q, lse, lse), pattern=CAUSAL, scale=1.0, deterministic=True)
+        kernel.backward(BackwardInputs(q, q, q, q, lse, lse), Scoring(CAUSAL, 1.0), deterministic=True)
 
 
 @pytest.mark.parametrize("kernel", [CudnnKernel(), TorchKernel(), CpuKernel()], ids=lambda kernel: kernel.name)
 def test_a_kernel_without_a_softcap_never_leaves_it_out(kernel):
     q, lse = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
-    options = {"pattern": CAUSAL, "scale": 1.0, "softcap": 50.0}
+    scoring = Scoring(CAUSAL, 1.0, 50.0)
     with refused(f"kernel '{kernel.name}' | logit softcapping", error=KernelError):
-        kernel.forward(q, q, q, **options)
+        kernel.forward(q, q, q, scoring)
     with refused(f"kernel '{kernel.name}' | logit softcapping", error=KernelError):
-        kernel.backward(BackwardInputs(q, q, q, q, lse, lse), deterministic=False, **options)
+        kernel.backward(BackwardInputs(q, q, q, q, lse, lse), scoring, deterministic=False)
 
 
 @pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn", "fa2"])

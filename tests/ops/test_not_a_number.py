@@ -15,6 +15,7 @@ from bmburst_ops.flash import (
     Cells,
     Gradients,
     Partial,
+    Scoring,
     Segments,
     able_kernels,
     select_kernel,
@@ -53,10 +54,11 @@ def kernels(pattern):
 
 def passes(kernel, q, k, v, grad, pattern, softcap=None):
     """Return output, statistics and gradients of a kernel."""
-    out, lse = kernel.forward(q, k, v, pattern=pattern, scale=0.2, softcap=softcap)
+    scoring = Scoring(pattern, 0.2, softcap)
+    out, lse = kernel.forward(q, k, v, scoring)
     delta = (out.float() * grad.float()).sum(-1).transpose(1, 2).contiguous()
     given = BackwardInputs(grad, q, k, v, lse, delta)
-    gradients = kernel.backward(given, pattern=pattern, scale=0.2, deterministic=False, softcap=softcap)
+    gradients = kernel.backward(given, scoring, deterministic=False)
     return [out, lse.transpose(1, 2), *gradients]
 
 
@@ -115,16 +117,16 @@ def test_documents_computed_again(pattern, name, softcap):
         for at, each in enumerate(names)
     }
     kernel = select_kernel("triton", given["q"], given["k"], needs=pattern.needs)
-    options = {"pattern": pattern, "softcap": softcap}
-    wanted = passes(kernel, **given, **options)
+    scoring = Scoring(pattern, 0.2, softcap)
+    wanted = passes(kernel, **given, pattern=pattern, softcap=softcap)
     where = EDGES[3] + 1
     given[name][1, where, :, 3] = float("nan")
     q, k, v, grad = given.values()
-    out, lse = kernel.forward(q, k, v, scale=0.2, **options)
+    out, lse = kernel.forward(q, k, v, scoring)
     delta = (out.float() * grad.float()).sum(-1).transpose(1, 2).contiguous()
     spoiled = [torch.full_like(x, -7.0) for x in (out, q, k, v)]
-    isolate_forward(Partial(spoiled[0], lse), q, k, v, scale=0.2, **options)
-    isolate_backward(Gradients(*spoiled[1:]), BackwardInputs(grad, q, k, v, lse, delta), scale=0.2, **options)
+    isolate_forward(Partial(spoiled[0], lse), q, k, v, scoring)
+    isolate_backward(Gradients(*spoiled[1:]), BackwardInputs(grad, q, k, v, lse, delta), scoring)
     mended = {
         "q": (False, False, True, True), "k": (False, True, True, True), "v": (True, True, True, True),
         "grad": (False, False, True, True),
@@ -159,7 +161,7 @@ def test_stays_in_its_packed_instance(kernel, name):
     def passes(q, k, v, grad):
         out, lse = kernel.forward(q, k, v, table, pairs, scale=0.2)
         delta = (out.float() * grad).sum(-1).transpose(1, 2).contiguous()
-        gradients = kernel.backward(grad, q, k, v, lse, delta, table, pairs, scale=0.2)
+        gradients = kernel.backward(BackwardInputs(grad, q, k, v, lse, delta), table, pairs, scale=0.2)
         return [out, *gradients[:3]], gradients.table
 
     clean = {"q": q, "k": k, "v": v, "grad": grad}

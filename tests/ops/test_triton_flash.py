@@ -11,6 +11,7 @@ from bmburst_ops.flash import (
     BackwardInputs,
     Gradients,
     Partial,
+    Scoring,
     queries_ahead,
     select_kernel,
 )
@@ -46,15 +47,15 @@ pytestmark = pytest.mark.filterwarnings(
 def test_tile_equals_the_definition(tile, dtype):
     q, k, v, grad, pattern, expected, lse, delta = make(tile, dtype)
     assert KERNEL.refusal(q, k) is None
-    part = KERNEL.forward(q, k, v, pattern=pattern, scale=0.2)
+    part = KERNEL.forward(q, k, v, Scoring(pattern, 0.2))
     assert part.out.dtype == dtype and part.lse.dtype == torch.float32
     torch.testing.assert_close(part.lse.double().cpu(), lse, rtol=1e-5, atol=1e-5)
     given = BackwardInputs(grad, q, k, v, part.lse, delta)
-    gradients = KERNEL.backward(given, pattern=pattern, scale=0.2, deterministic=True)
+    gradients = KERNEL.backward(given, Scoring(pattern, 0.2), deterministic=True)
     assert {g.dtype for g in gradients} == {torch.float32}
     for name, ours, wanted in zip("oqkv", (part.out, *gradients), expected, strict=True):
         assert error(ours, wanted) < ERRORS[dtype], name
-    again = KERNEL.backward(given, pattern=pattern, scale=0.2, deterministic=True)
+    again = KERNEL.backward(given, Scoring(pattern, 0.2), deterministic=True)
     assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
 
 
@@ -63,11 +64,9 @@ def test_reads_and_writes_where_it_is_told(distance):
     """Tokens, and statistics of heads, are `distance` numbers apart: on GPUs also more than 32 bits can count."""
     tile = (300, 300, True, 2, 1, 32) if DEVICE == "cuda" else (40, 70, True, 2, 1, 12)
     q, k, v, grad, pattern, _, lse, delta = make(tile, torch.bfloat16, batch=1)
-    wanted = KERNEL.forward(q, k, v, pattern=pattern, scale=0.2)
+    wanted = KERNEL.forward(q, k, v, Scoring(pattern, 0.2))
     lse = lse.to(DEVICE, torch.float32)
-    gradients = KERNEL.backward(
-        BackwardInputs(grad, q, k, v, lse, delta), pattern=pattern, scale=0.2, deterministic=True
-    )
+    gradients = KERNEL.backward(BackwardInputs(grad, q, k, v, lse, delta), Scoring(pattern, 0.2), deterministic=True)
 
     columns, head_dim = k.shape[1], q.shape[3]
     memory = torch.empty(columns, distance, dtype=torch.bfloat16, device=DEVICE)
@@ -82,14 +81,14 @@ def test_reads_and_writes_where_it_is_told(distance):
     out = elsewhere(torch.zeros_like(q))
     heads = torch.full((2, distance), -7.0, device=DEVICE)
     targets = Partial(out, heads[None, :, : q.shape[1]])
-    part = KERNEL.forward(*far[:3], pattern=pattern, scale=0.2, into=targets)
+    part = KERNEL.forward(*far[:3], Scoring(pattern, 0.2), into=targets)
     assert all(a is b for a, b in zip(part, targets, strict=True))
     torch.testing.assert_close(part, wanted)
     assert (heads[:, q.shape[1] :] == -7).all()
     into = Gradients(*(elsewhere(torch.zeros_like(t)) for t in (q, k, v)))
     statistics = [torch.stack([t, t], -1)[..., 1] for t in (lse, delta)]
     given = BackwardInputs(far[3], *far[:3], *statistics)
-    ours = KERNEL.backward(given, pattern=pattern, scale=0.2, deterministic=True, into=into)
+    ours = KERNEL.backward(given, Scoring(pattern, 0.2), deterministic=True, into=into)
     for a, b, c in zip(ours, into, gradients, strict=True):
         assert a is b
         torch.testing.assert_close(a.float(), c, rtol=2**-7, atol=0)
@@ -102,7 +101,7 @@ def test_reads_and_writes_where_it_is_told(distance):
 def test_a_negative_scale():
     q, k, v, *_ = (t.to(DEVICE, torch.float32) for t in draw(0, 1, 40, 2, 2, 16))
     out, lse = attention(*(t.double().cpu() for t in (q, k, v)), CAUSAL, -30.0)
-    part = KERNEL.forward(q, k, v, pattern=CAUSAL, scale=-30.0)
+    part = KERNEL.forward(q, k, v, Scoring(CAUSAL, -30.0))
     assert error(part.out, out) < 1e-4 and error(part.lse, lse) < 1e-6  # scores near 300 in fp32
 
 
@@ -117,10 +116,10 @@ def test_scores_far_from_zero(sign):
     out, lse = out.detach(), lse.detach()
     delta = (out * grad).sum(-1).transpose(1, 2)
     q, k, v, grad, lse, delta = (t.to(DEVICE, torch.float32) for t in (q, k, v, grad, lse, delta))
-    part = KERNEL.forward(q, k, v, pattern=FULL, scale=0.2)
+    part = KERNEL.forward(q, k, v, Scoring(FULL, 0.2))
     # Scores of 300 in fp32 are good to 3e-5, and so are the weights.
     assert error(part.out, out) < 1e-4 and error(part.lse, lse.double().cpu()) < 1e-6
-    ours = KERNEL.backward(BackwardInputs(grad, q, k, v, lse, delta), pattern=FULL, scale=0.2, deterministic=False)
+    ours = KERNEL.backward(BackwardInputs(grad, q, k, v, lse, delta), Scoring(FULL, 0.2), deterministic=False)
     for name, a, b in zip("qkv", ours, gradients, strict=True):
         assert error(a, b) < 5e-4, name
 
@@ -130,20 +129,19 @@ def test_rows_and_tiles_without_a_key():
     q, k, v, grad, pattern, _, lse, delta = make((33, 40, True, 2, 1, 16), torch.float32)
     statistics = [t.to(DEVICE, torch.float32).clone() for t in (lse, delta)]
     statistics[0][:, :, 7] = -torch.inf
-    options = {"pattern": pattern, "scale": 0.2, "deterministic": False}
     given = BackwardInputs(grad, q, k, v, *statistics)
-    some = KERNEL.backward(given, **options)
+    some = KERNEL.backward(given, Scoring(pattern, 0.2), deterministic=False)
     statistics[0][:, :, 7] = lse[:, :, 7]
     grad[:, 7], statistics[1][:, :, 7] = 0, 0
-    for ours, wanted in zip(some, KERNEL.backward(given, **options), strict=True):
+    again = KERNEL.backward(given, Scoring(pattern, 0.2), deterministic=False)
+    for ours, wanted in zip(some, again, strict=True):
         assert torch.equal(ours, wanted)
 
-    part = KERNEL.forward(q, k[:, :0], v[:, :0], pattern=FULL, scale=0.2)
+    part = KERNEL.forward(q, k[:, :0], v[:, :0], Scoring(FULL, 0.2))
     assert not part.out.any() and (part.lse == -torch.inf).all()
-    options["pattern"] = FULL
     for queries, keys in ((33, 0), (0, 40)):
         near = (q[:, :queries], k[:, :keys], v[:, :keys], *(t[..., :queries] for t in statistics))
-        gradients = KERNEL.backward(BackwardInputs(grad[:, :queries], *near), **options)
+        gradients = KERNEL.backward(BackwardInputs(grad[:, :queries], *near), Scoring(FULL, 0.2), deterministic=False)
         assert [g.shape for g in gradients] == [t.shape for t in near[:3]]
         assert not any(g.any() for g in gradients)
 

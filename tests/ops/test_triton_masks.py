@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Cells, Gradients, Segments
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Cells, Gradients, Scoring, Segments
 from bmburst_ops.flash.inputs import copy_to_device
 from bmburst_ops.flash.triton import TritonKernel, mask_arguments, tile_lists
 from bmburst_ops.pattern import cell_of, transposed, visible_ranges
@@ -84,9 +84,9 @@ def test_random_masks(seed):
 @pytest.mark.parametrize("pattern", [CAUSAL, Band(2, 0)], ids=str)
 def test_empty_sides(queries, keys, pattern):
     q, k = (torch.ones(1, n, 1, 16, device=DEVICE) for n in (queries, keys))
-    out, lse = KERNEL.forward(q, k, k, pattern=pattern, scale=1.0)
+    out, lse = KERNEL.forward(q, k, k, Scoring(pattern, 1.0))
     assert out.shape == q.shape and not out.any() and (lse == -torch.inf).all()
-    gradients = KERNEL.backward(BackwardInputs(q, q, k, k, lse, lse), pattern=pattern, scale=1.0, deterministic=True)
+    gradients = KERNEL.backward(BackwardInputs(q, q, k, k, lse, lse), Scoring(pattern, 1.0), deterministic=True)
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape] and not any(g.any() for g in gradients)
 
 

@@ -9,7 +9,7 @@ from bmburst_ops.flash import CAUSAL, FULL, Band, Gradients, Partial, Segments, 
 from bmburst_ops.flash.padded import PaddedKernel
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import a_cells
-from tests.ops.package_stand_ins import fa2, fa3, fa4, install
+from tests.ops.package_stand_ins import fa2, fa3, fa4
 from tests.ops.test_triton_masks import pytestmark  # noqa: F401 - the interpreter's warnings
 from tests.ops.tiles import DEVICE, EPSILON, assert_same, error, some_heads, some_statistics
 from tests.pairs import in_turn
@@ -72,7 +72,7 @@ def test_equals_the_definition(name, pattern, softcap, head_dim, value_dim):
 )
 def test_packages_get_what_they_take(monkeypatch, stand_in, kv_heads, pads):
     """Both widths as they are, or equal ones."""
-    kernel = install(monkeypatch, *stand_in([]))
+    kernel = stand_in(monkeypatch).kernel
     kernel = PaddedKernel(kernel) if pads else kernel
     tile = Masked(CAUSAL, 37, 53, 6, kv_heads, 96, torch.bfloat16, value_dim=64, device="cpu")
     assert error(tile.forward(kernel).out, tile.out) < EPSILON[tile.dtype]

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Partial
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Partial, Scoring
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw
 from tests.ops.masks import attention
@@ -31,14 +31,16 @@ class Tile:
         # Of the definition, as a ring knows them from the whole sequence.
         self.statistics = tuple(t.to(device, torch.float32) for t in (self.lse, self.delta))
 
-    def forward(self, kernel, **options):
-        options |= {"pattern": self.pattern, "scale": self.scale, "softcap": self.softcap}
-        return kernel.forward(self.q, self.k, self.v, **options)
+    def forward(self, kernel, into=None):
+        return kernel.forward(self.q, self.k, self.v, self.scoring, into)
 
-    def backward(self, kernel, deterministic=False, **options):
-        options |= {"pattern": self.pattern, "scale": self.scale, "deterministic": deterministic}
-        options["softcap"] = self.softcap
-        return kernel.backward(BackwardInputs(self.grad, self.q, self.k, self.v, *self.statistics), **options)
+    def backward(self, kernel, deterministic=False, into=None):
+        given = BackwardInputs(self.grad, self.q, self.k, self.v, *self.statistics)
+        return kernel.backward(given, self.scoring, deterministic=deterministic, into=into)
+
+    @property
+    def scoring(self):
+        return Scoring(self.pattern, self.scale, self.softcap)
 
 
 def error(ours, wanted):

@@ -137,14 +137,16 @@ class KernelOfWork:
 
     name, recordable, takes_delta = "work", False, True
 
-    def forward(self, q: Tensor, *_keys: Tensor, into: Partial | None = None, **_options: Any) -> Partial:
+    def forward(self, q: Tensor, *_rest: Any, into: Partial | None = None) -> Partial:
         """Return results that are not written."""
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         own = torch.empty_like(lse)
         del own
         return into or Partial(torch.empty_like(q), lse)
 
-    def backward(self, given: BackwardInputs, *, into: Gradients | None = None, **_options: Any) -> Gradients:
+    def backward(
+        self, given: BackwardInputs, _scoring: object, *, into: Gradients | None = None, **_options: Any
+    ) -> Gradients:
         """Return gradients that are not written, beside sums in fp32 and two statistics."""
         _, q, k, v, lse, _ = given
         summed = (q, k, v) if q.shape[2] > k.shape[2] else (q,)

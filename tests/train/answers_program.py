@@ -33,8 +33,8 @@ class Case(NamedTuple):
         return "-".join(map(str, self))
 
     @property
-    def ranks(self) -> int:
-        return self.data * self.sequence
+    def group(self) -> tuple[int, int]:
+        return self.data * self.sequence, 1
 
 
 CASES = [
@@ -66,19 +66,8 @@ def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
     )
 
 
-def train_all(folder: Path, cases: list[Case]) -> None:
-    """Do cases of this number of ranks."""
-    for case in cases:
-        _train(folder, case)
-
-
-def result(folder: Path, case: Case) -> dict[str, Any]:
-    """Return what `train_all` left of a case."""
-    loaded: dict[str, Any] = torch.load(folder / f"{case}.pt", weights_only=True)
-    return loaded
-
-
-def _train(folder: Path, case: Case) -> None:
+def train(folder: Path, case: Case) -> None:
+    """Do a case, and leave what came of it."""
     from bmburst.train.trainer import Trainer
     from bmburst.zero import gather, named_shards
 

@@ -8,6 +8,7 @@ import torch
 from bmburst.sequence import IGNORE_INDEX
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from tests import tiny
+from tests.train import cases
 from tests.train.given import local
 
 STEPS, TOKENS, SEQUENCES = 3, 37, 8  # 37 tokens: padded on 2 and 4 ranks; 2 sequences for each of 4 ranks
@@ -54,8 +55,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def result(folder: Path, split: Split, case: Case, dtype: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(_file(folder, split, case, dtype), weights_only=True)
-    return loaded
+    return cases.result(folder, _name(split, case, dtype))
 
 
 def train_all(folder: Path, splits: list[Split], cases: list[Case]) -> None:
@@ -118,8 +118,8 @@ def _train(folder: Path, split: Split, case: Case, dtype: Any, steps: int) -> No
         seen["norms"].append(facts.grad_norm)
     seen["parameters"] = {s.name: gather(s) for s in shards}
     if trainer.is_main:
-        torch.save(seen, _file(folder, split, case, dtype))
+        torch.save(seen, folder / f"{_name(split, case, dtype)}.pt")
 
 
-def _file(folder: Path, split: Split, case: Case, dtype: str) -> Path:
-    return folder / f"{'x'.join(map(str, split))}-{case}-{dtype}.pt"
+def _name(split: Split, case: Case, dtype: str) -> str:
+    return f"{'x'.join(map(str, split))}-{case}-{dtype}"

@@ -80,25 +80,14 @@ def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
     return run_program.config(folder, f"run-{case}", **values | changes)
 
 
-def train_all(folder: Path, cases: list[Case]) -> None:
-    """Do cases of these ranks."""
-    for case in cases:
-        _train(folder, case)
-
-
-def result(folder: Path, case: Case) -> dict[str, Any]:
-    """Return what `train_all` left of a case."""
-    loaded: dict[str, Any] = torch.load(folder / f"{case}.pt", weights_only=True)
-    return loaded
-
-
 def adapter(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return an adapter's random numbers by its name: with those of a fresh one the margin would be 0."""
     generator = torch.Generator().manual_seed(sum(name.encode()))
     return torch.randn(shape, dtype=torch.float64, generator=generator) * 0.1
 
 
-def _train(folder: Path, case: Case) -> None:
+def train(folder: Path, case: Case) -> None:
+    """Do a case, and leave what came of it."""
     import bmtrain as bmt
 
     from bmburst.attention.module import BurstAttention
@@ -148,7 +137,6 @@ def _train(folder: Path, case: Case) -> None:
     step = objective.begin(batch)
     for part in batch.micro_batches(case.micro):
         manager.backward(step.forward(part))
-    assert step.rewards is not None
     seen["exact"] = [mesh.sum(float(each)) / mesh.shape.size for each in (step.share, *step.rewards)]
     # A frozen weight has no gradient on any rank.
     trained = [s for s in shards if not case.lora or ".lora_" in s.name]

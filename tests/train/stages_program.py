@@ -18,7 +18,7 @@ from bmburst.schedule.documents import Documents
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig
 from tests import tiny
 from tests.refusals import refused
-from tests.train import run_program
+from tests.train import cases, run_program
 
 LAYERS, SKIPPED, SAVED, STEPS = 5, 2, 2, 4
 _SHAPE = replace(run_program.SHAPE, num_heads=4, num_kv_heads=2, num_layers=LAYERS)
@@ -137,8 +137,7 @@ def resume(folder: Path, split: Split, name: str, source: str, target: str) -> N
 
 
 def result(folder: Path, split: Split, name: str, rank: int = 0) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(folder / f"{name}-{split}-rank{rank}.pt", map_location="cpu", weights_only=True)
-    return loaded
+    return cases.result(folder, f"{name}-{split}-rank{rank}")
 
 
 def _held(model: Any) -> dict[str, int]:

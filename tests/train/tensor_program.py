@@ -138,11 +138,6 @@ def two_ranks(folder: Path, names: list[str]) -> None:
     resume(folder, 2, 1, names)
 
 
-def result(folder: Path, name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(folder / f"{name}.pt", weights_only=True)
-    return loaded
-
-
 def _trainer(folder: Path, name: str, tensor: int, **changes: Any) -> Any:
     data = DataConfig(source=str(folder / "text.txt"), held_out_fraction=0.2, cache=folder / f"tokens-{tensor}")
     parallel = ParallelConfig(tensor_parallel=tensor, layout="contiguous")

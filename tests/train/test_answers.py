@@ -19,6 +19,7 @@ from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import answers_program as program
+from tests.train.cases import adamw, result, run_cases
 
 CASES = pytest.mark.parametrize("case", [*program.CASES, *long(*zip(program.MORE))], ids=str)
 
@@ -38,9 +39,7 @@ def folder(request, tmp_path_factory):
             record["messages"][1]["weight"] = 0
     chat.write(folder / "chats.jsonl", *records)
     chat.write(folder / "groups.jsonl", *groups())
-    cases = selected(request, "case")
-    for size in sorted({case.ranks for case in cases}):
-        run_program(size, program.train_all, folder, [case for case in cases if case.ranks == size])
+    run_cases(program.train, folder, selected(request, "case"))
     return folder
 
 
@@ -109,13 +108,8 @@ def reference_of(folder, case):
     with torch.no_grad():
         total, _, count = summed_of(held, range(len(held)), weighted=False)
     found = {"evaluated": total.item() / count, "losses": [], "tokens": []}
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
     rates = config.optimizer
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": rates.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(rates.beta1, rates.beta2),
-        eps=rates.eps,
-    )
+    optimizer = adamw(model, rates.weight_decay, betas=(rates.beta1, rates.beta2), eps=rates.eps)
     batches = Batches(sequences, batch_size=config.batch_size, seed=config.seed)
     for step in range(program.STEPS):
         taken = next(batches).taken
@@ -136,7 +130,7 @@ def reference_of(folder, case):
 
 @CASES
 def test_equals_transformers_on_each_conversation(folder, references, case):
-    ours, reference = program.result(folder, case), references[case.pack]
+    ours, reference = result(folder, case), references[case.pack]
     assert ours["tokens"] == reference["tokens"]
     assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-6)
     assert ours["evaluated"] == pytest.approx(reference["evaluated"], rel=1e-6)
@@ -147,7 +141,7 @@ def test_equals_transformers_on_each_conversation(folder, references, case):
 
 @CASES
 def test_a_batch_without_answers_changes_nothing(folder, case):
-    assert program.result(folder, case)["of nothing"] == [0.0, 0.0, 0.0]
+    assert result(folder, case)["of nothing"] == [0.0, 0.0, 0.0]
 
 
 def test_eval_counts_answers_alone_also_in_a_mixture(folder):

@@ -139,7 +139,6 @@ def test_a_missing_original_length_is_the_longest_one_as_in_transformers(kind):
     rope = {"rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     values = small().to_hugging_face() | {"rope_scaling": rope}
     scaling = LlamaConfig.from_hugging_face(values).rope_scaling
-    assert scaling is not None
     assert scaling.original_max_position_embeddings == small().max_position_embeddings
 
 
@@ -150,7 +149,6 @@ def test_yarn_with_two_mscales_gets_the_factor_that_transformers_computes():
     values = small().to_hugging_face() | {"rope_scaling": {**rope, "mscale_all_dim": 0.5}}
     del values["rope_parameters"]
     scaling = LlamaConfig.from_hugging_face(values).rope_scaling
-    assert scaling is not None
     _, expected = ROPE_INIT_FUNCTIONS["yarn"](HuggingFaceConfig(**values), torch.device("cpu"))
     assert expected != 1
     assert scaling.attention_factor == pytest.approx(expected)

@@ -11,6 +11,7 @@ from tests import tiny
 from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import equality_program as program
+from tests.train.cases import adamw
 
 SPLITS = [(2, 2), pytest.param((4, 1), marks=pytest.mark.long), pytest.param((1, 4), marks=pytest.mark.long)]
 # With tensor parallelism, each with one case and few steps; 37 tokens are padded in each tensor group; 4 tensor ranks
@@ -45,14 +46,7 @@ def reference(request, folder):
     """One process, the whole batch at once, fp32; and the folder of what the ranks make of the case."""
     case = request.param
     model = tiny.load(folder / "model")
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": program.DECAY}, {"params": vectors, "weight_decay": 0.0}],
-        lr=program.LR,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-    )
+    optimizer = adamw(model, program.DECAY, lr=program.LR, betas=(0.9, 0.95), eps=1e-8)
     losses, norms, gradients = [], [], {}
     for step in range(case.steps):
         inputs, labels = program.batch(step)

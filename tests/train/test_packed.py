@@ -12,9 +12,9 @@ import torch
 
 from bmburst.data import Batches, PackedSequences, open_corpus
 from tests import tiny
-from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import packed_program as program
+from tests.train.cases import adamw, result, run_cases
 
 CASES = pytest.mark.parametrize("case", [*program.CASES, *long(*zip(program.MORE))], ids=str)
 cross_entropy = partial(torch.nn.functional.cross_entropy, reduction="sum")
@@ -25,9 +25,7 @@ def folder(request, tmp_path_factory):
     """A model with random weights, a text of short and long documents, and what ranks make of them."""
     folder = tmp_path_factory.mktemp("packed")
     prepare(folder)
-    cases = selected(request, "case")
-    for size in sorted({case.ranks for case in cases}):
-        run_program(size, program.train_all, folder, [case for case in cases if case.ranks == size])
+    run_cases(program.train, folder, selected(request, "case"))
     return folder
 
 
@@ -47,13 +45,8 @@ def sum_over_documents(model, inputs, labels, lengths):
 @pytest.fixture(scope="module")
 def reference(folder):
     model, config = tiny.load(folder / "model"), program.config(folder, program.CASES[0])
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
     options = config.optimizer
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(options.beta1, options.beta2),
-        eps=options.eps,
-    )
+    optimizer = adamw(model, options.weight_decay, betas=(options.beta1, options.beta2), eps=options.eps)
     from bmburst.train.schedule import learning_rate
 
     found = {"losses": [], "norms": []}
@@ -78,7 +71,7 @@ def reference(folder):
 
 @CASES
 def test_equals_documents_alone(folder, reference, case):
-    ours = program.result(folder, case)
+    ours = result(folder, case)
     assert ours["gradients"].keys() == reference["gradients"].keys()
     for what, limit in (("gradients", 1e-5), ("parameters", 1e-5)):
         for name, wanted in reference[what].items():
@@ -95,7 +88,7 @@ def test_a_step_on_text(folder, reference, case):
     with torch.no_grad():
         nats = sum(sum_over_documents(model, *row) for row in zip(inputs, labels, documents, strict=True))
     assert max(map(len, documents)) > 1
-    assert program.result(folder, case)["text loss"] == pytest.approx(nats.item() / labels.numel(), rel=1e-5)
+    assert result(folder, case)["text loss"] == pytest.approx(nats.item() / labels.numel(), rel=1e-5)
 
 
 def packed(folder, config, split):
@@ -127,4 +120,4 @@ def evaluated(folder):
 
 @CASES
 def test_evaluation_equals_documents_alone(folder, evaluated, case):
-    assert program.result(folder, case)["evaluated"] == pytest.approx(evaluated, rel=1e-5)
+    assert result(folder, case)["evaluated"] == pytest.approx(evaluated, rel=1e-5)

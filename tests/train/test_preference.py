@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerFast
 from bmburst.data import Batches, open_corpus
 from bmburst.data.whole_documents import pack_sequences
 from tests import chat, tiny
-from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import preference_program as program
+from tests.train.cases import result, run_cases
 
 WEIGHT = 2.25  # of every third pair; the others have none, which counts as 1
 CASES = pytest.mark.parametrize("case", [*program.CASES, *long(*zip(program.MORE))], ids=str)
@@ -59,9 +59,7 @@ def folder(cases, tmp_path_factory):
         tiny.save(folder / name, program.SHAPE, std=0.1, seed=seed)
         chat.directory(folder / name, chat.MARKED)
     chat.write(folder / "pairs.jsonl", *pairs(30))
-    for size, tensor in sorted({case.group for case in cases}):
-        of_group = [case for case in cases if case.group == (size, tensor)]
-        run_program(size, program.train_all, folder, of_group, tensor=tensor)
+    run_cases(program.train, folder, cases)
     return folder
 
 
@@ -170,7 +168,7 @@ def reference_of(folder, pack, loras):
 @CASES
 def test_loss_and_gradients_equal_the_formula_in_fp64(folder, references, case):
     reference = references[case.pack]
-    ours, wanted = program.result(folder, case), reference[case.lora]
+    ours, wanted = result(folder, case), reference[case.lora]
     assert (reference["shared"] > 0) == (case.pack == "trees")
     assert reference["pairs"] > program.BATCH  # some sequence holds several
     assert ours["exact"] == pytest.approx(wanted["values"], rel=1e-12)
@@ -183,16 +181,14 @@ def test_loss_and_gradients_equal_the_formula_in_fp64(folder, references, case):
 @CASES
 def test_the_trainer_starts_from_the_formula(folder, references, case):
     reference = references[case.pack]
-    ours, wanted = program.result(folder, case), reference[case.lora]
+    ours, wanted = result(folder, case), reference[case.lora]
     loss, norm, margin, accuracy = ours["trained"]
     # Adapters begin with zero: the model is its reference.
     assert [loss, margin, accuracy] == pytest.approx(wanted["start"], rel=2e-5, abs=1e-6)
     if case.lora:
         assert loss == pytest.approx(math.log(2), rel=1e-6)
     else:
-        exact = math.sqrt(
-            sum(float(each.square().sum()) for each in program.result(folder, case)["gradients"].values())
-        )
+        exact = math.sqrt(sum(float(each.square().sum()) for each in result(folder, case)["gradients"].values()))
         assert norm == pytest.approx(exact, rel=1e-4)
     *numbers, tokens = ours["evaluated"]
     assert numbers == pytest.approx(wanted["evaluated"], rel=2e-5, abs=1e-6)
@@ -202,16 +198,16 @@ def test_the_trainer_starts_from_the_formula(folder, references, case):
 
 @CASES
 def test_a_step_moves_all_ranks_alike(folder, cases, case):
-    ours = program.result(folder, case)
+    ours = result(folder, case)
     alike = [each for each in cases if (each.lora, each.pack) == (case.lora, case.pack)]
-    peers = [program.result(folder, each) for each in alike]
+    peers = [result(folder, each) for each in alike]
     assert ours["second"] == pytest.approx(peers[0]["second"], rel=1e-5)
     assert ours["second"] != pytest.approx(ours["trained"][0], rel=1e-5)
 
 
 @pytest.mark.parametrize("case", [program.HALF[0], *long(*zip(program.HALF[1:]))], ids=str)
 def test_fp16_is_near_fp32(folder, case):
-    ours = program.result(folder, case)
+    ours = result(folder, case)
     (loss, norm, scale), (second, _, _) = ours["half"]
     assert (loss, second) == pytest.approx((ours["trained"][0], ours["second"]), rel=2e-3)
     assert norm == pytest.approx(ours["trained"][1], rel=1e-2)
@@ -220,6 +216,6 @@ def test_fp16_is_near_fp32(folder, case):
 
 @CASES
 def test_pairs_without_answers_change_nothing(folder, case):
-    ours = program.result(folder, case)
+    ours = result(folder, case)
     assert ours["of nothing"] == pytest.approx(math.log(2), rel=1e-12)
     assert ours["moved"] == 0

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import tensor_program as program
+from tests.train.cases import result
 
 RUNS = pytest.mark.parametrize("name", ["shared", *long("dealt", "bf16", "offload")])  # offload: in bf16, dealt
 EXACT = {"rel": 1e-5}
@@ -25,7 +26,7 @@ def folder(request, tmp_path_factory):
 
 @RUNS
 def test_trains_evaluates_and_samples_as_one_rank(folder, name):
-    one, two = (program.result(folder, f"{name}-{ranks}") for ranks in (1, 2))
+    one, two = (result(folder, f"{name}-{ranks}") for ranks in (1, 2))
     for ours, wanted in zip(two["steps"], one["steps"], strict=True):
         assert ours == pytest.approx(wanted, **TOLERANCE[name])
     assert one["eval"].pop("data") == two["eval"].pop("data")
@@ -52,8 +53,8 @@ def saved(folder, run, file):
 @RUNS
 def test_checkpoints_hold_whole_tensors_and_load_on_any_degree(folder, name):
     for wrote in (1, 2):
-        steps = program.result(folder, f"{name}-{wrote}")["steps"][program.FIRST :]
-        resumed = program.result(folder, f"{name}-{wrote}-again")["steps"]
+        steps = result(folder, f"{name}-{wrote}")["steps"][program.FIRST :]
+        resumed = result(folder, f"{name}-{wrote}-again")["steps"]
         for ours, wanted in zip(resumed, steps, strict=True):
             assert ours == pytest.approx(wanted, **TOLERANCE[name])
         for file in ("model", "optimizer"):
@@ -63,7 +64,7 @@ def test_checkpoints_hold_whole_tensors_and_load_on_any_degree(folder, name):
 
 
 def test_an_mlp_in_chunks_is_the_whole_one(folder):
-    found = program.result(folder, "chunks")
+    found = result(folder, "chunks")
     layers = program.DEALT["model"].num_layers
     # Forward and backward; a recomputation leaves the forward out. The whole one does not come here.
     counts = {name: int(gradients.pop("chunks")) for name, gradients in found.items()}
