@@ -226,6 +226,7 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--nproc", "3", "--data-parallel", "2"], "data_parallel 2 | 3 ranks | allowed: | fix: "),
         (["--nproc", "2", "--sequence-parallel", "3"], "--nproc 3"),
         (["--data-parallel", "2"], "--batch-size 2"),
+        (["--preset", "llama-3-70b"], "on the CPU | 2 ranks | allowed: | free memory | fix: GPUs, a smaller model"),
         (["--sequence-length", "1"], "sequence_length 1 | sequence ranks"),
         (["--output", "full"], "output full | not empty | x"),
         (["--output", "full/x"], "full/x | file"),
