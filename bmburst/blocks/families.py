@@ -80,7 +80,7 @@ FAMILIES = {
         keys=MINICPM,
     ),  # arXiv:2404.06395; its code is published with its weights, not in transformers
 }
-_INSTEAD = "train it in transformers: docs/hugging_face.md"
+_INSTEAD = "use it with transformers, on split sequences: docs/hugging_face.md"
 _LACKING = {"gemma2": "logit softcap (attn_logit_softcapping)", "gpt_oss": "attention sinks"}
 """Rejected families, with the attention feature that bmburst's own models lack."""
 
@@ -117,13 +117,17 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
             "the model computes something else\n"
             f"allowed: model_type {', '.join(FAMILIES)}\nfix: {_INSTEAD}"
         )
-    _require_supported("model_type", name, FAMILIES)
+    if not isinstance(name, str) or name not in FAMILIES:  # another name in config.json would be another model
+        raise UserError(
+            f"bmburst has no model of its own of model_type {shown(name)}\n"
+            f"allowed: model_type {', '.join(FAMILIES)}\nfix: {_INSTEAD}"
+        )
     if how := values.get("quantization_config"):
         raise UserError(
             f"the weights of this {name} model are quantized: quantization_config {shown(how)}\n"
             "allowed: null\nfix: the model in 16 or 32 bits; --lora.base 4bit quantizes such a model while it loads it"
         )
-    family = FAMILIES[str(name)]
+    family = FAMILIES[name]
     require_keys(values, family.known, f"a {name} model", _INSTEAD)
     _require_architecture(values, family)
     missing = [key for key in family.needs if key not in values]

@@ -92,6 +92,11 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
     """
     config = resolve_options(args)
     ranks, *others = runs_to_compare(config, world_size or training.ranks_of(config))
+    if world_size is None:
+        from bmburst.train.machine import check_host_memory  # here, because the help does not need the planner
+
+        for each in (ranks, *others):
+            check_host_memory(each.config, each.nproc)
     with tempfile.TemporaryDirectory(prefix="bmburst-check-") as name:
         folder = Path(name)
         _require_space(folder, (ranks, *others))

@@ -324,7 +324,7 @@ def _metavar(annotation: Any, spec: FieldSpec) -> str:
     if choices := choices_of(annotation, spec):
         return "|".join(map(str, choices))
     if typing.get_origin(annotation) is tuple:
-        return "A,B"
+        return "A=B,..." if spec.pairs else "A,B"
     if dataclasses.is_dataclass(annotation):
         return "none"
     return {bool: "true|false", int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}.get(annotation, "VALUE")
@@ -350,7 +350,7 @@ def _default_text(leaf: Leaf) -> str:
     if isinstance(value, float):
         return f"default {number_text(value)}"
     if isinstance(value, tuple):
-        return f"default {','.join(map(str, value))}"
+        return f"default {','.join(map(str, value)) or 'none'}"
     if dataclasses.is_dataclass(value):
         return "default as below"
     return f"default {value}"

@@ -59,8 +59,8 @@ class OptimizerConfig:
         default="float32",
     )
     offload: bool = field(
-        "Keep optimizer state and fp32 master weights in host memory and run AdamW there. Saves 12 bytes of GPU memory "
-        "per weight of a rank in bfloat16, 8 in float32; fewer with a smaller optimizer.state.",
+        "Keep the optimizer in host memory: its state and fp32 master weights, and run AdamW there. Saves 12 bytes "
+        "of GPU memory per weight of a rank in bfloat16, 8 in float32; fewer with a smaller optimizer.state.",
         default=False,
     )
     offload_weights: bool = field(

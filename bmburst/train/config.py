@@ -117,11 +117,11 @@ class TrainConfig:
         "Maximum number of held-out sequences in an evaluation.", default=8, unit="sequences", minimum=1
     )
     resume: bool | Literal["auto"] = field(
-        "Continue from the newest complete checkpoint in the run folder; auto: begin where there is none.",
+        "Continue from the run's newest complete checkpoint; auto: begin where there is none.",
         default=False,
     )
     init_from: Path | None = field(  # noqa: RUF009
-        "Hugging Face model directory whose weights and shape the run starts from.", default=None
+        "Start from a Hugging Face model: the directory with its weights and shape.", default=None
     )
     sample_tokens: int | None = field(
         "Length of the text that is generated at the end; 0: none.",

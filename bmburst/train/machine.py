@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _AMPERE = (8, 0)
 _UNDECIDED = "block-keep-attention"
+_PROCESS = 1 << 27  # bytes that no two ranks share after their imports; measured: 160 MB
 
 
 def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Candidate:
@@ -138,7 +139,8 @@ def check_host_memory(config: TrainConfig, ranks: int) -> None:
     """Check the host memory of a run on this host alone, before ranks start.
 
     Raises:
-        UserError: `host_memory` exceeds the memory of this host, or the run needs more than is available.
+        UserError: `host_memory` exceeds the memory of this host, or the run needs more than is available: of ranks on
+            the CPU all that they hold.
     """
     total = total_bytes()
     if config.host_memory is not None and total is not None and config.host_memory * GIB > total:
@@ -150,6 +152,29 @@ def check_host_memory(config: TrainConfig, ranks: int) -> None:
     if memory is not None:
         hardware = hardware_like(HOST)
         memory.require(planned(config, ranks, 1, hardware), hardware)
+    free = available_bytes()
+    if free is not None and not devices.gpus():
+        _require_room_for_ranks(config, ranks, free)
+
+
+def _require_room_for_ranks(config: TrainConfig, ranks: int, free: int) -> None:
+    """Check that ranks on the CPU fit into the free memory. Linux would kill one of them, or other programs, later.
+
+    Raises:
+        UserError: They do not fit.
+    """
+    least = config.replace(recompute="block") if config.recompute == AUTO else config
+    memory = memory_of(planned(least, ranks, 1, hardware_like(HOST)), hardware_like(HOST))
+    each = _PROCESS + memory.allocated - memory.lines.get("workspace", 0)  # of the GPU's libraries
+    needed, most = ranks * each + memory.in_host, HOST_SHARE * free
+    if needed > most:
+        parts = f"{ranks:,} ranks, {bytes_text(each)} each" if ranks > 1 else "1 rank"
+        raise UserError(
+            f"on the CPU the run needs {bytes_text(needed)} of memory: {parts}\n"
+            f"allowed: {bytes_text(most)}: free memory is {bytes_text(free)}, of which {bytes_text(free - most)} "
+            f"({1 - HOST_SHARE:.0%}) are kept in reserve\n"
+            f"fix: GPUs, a smaller model, a shorter --sequence-length, or a smaller --nproc"
+        )
 
 
 def _fix(way: Candidate, most: float) -> str:

@@ -274,7 +274,8 @@ def _draw_losses(axes: Any, steps: Sequence[dict[str, Any]], evals: Sequence[dic
         right = axes.secondary_yaxis("right", functions=(lambda bits: bits * ratio, lambda nats: nats / ratio))
         right.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper right", fontsize=9)
+    # Outside: it would hide the held-out loss of a short run, which is above the training loss at the last step.
+    axes.figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     axes.set_title(f"{title}\nbits per byte", fontsize=10)
 
 

@@ -238,7 +238,7 @@ OWN = "allowed: .safetensors files in its own directory | fix: "
         (_without("config.json"), "config.json | No such file | fix: "),
         (_text("config.json", "{"), "config.json | JSON | fix: "),
         (_text("config.json", "[]"), "config.json | JSON object | fix: "),
-        (_config(model_type="gpt2"), "model_type | 'gpt2' | llama, minicpm, mistral, qwen2, qwen3"),
+        (_config(model_type="gpt2"), "model_type 'gpt2' | llama, mistral, qwen2, qwen3, minicpm | fix: use it with"),
         (_config(sliding_window=4), "llama | sliding_window is 4 | fix: set model_type | 'mistral'"),
         (_config(model_type="gemma2"), "gemma2 | logit softcap | attn_logit_softcapping | allowed: model_type llama"),
         (_config(model_type="gpt_oss"), "gpt_oss | attention sinks | allowed: model_type llama"),

@@ -180,7 +180,7 @@ def test_eval_refuses_a_cache_that_cannot_be_written(launches, held_out, tmp_pat
             ["--checkpoint", "run", "--data", "held.txt"],
             "config.json | No such file | fix: give a directory",
         ),
-        (["--checkpoint", "bert", "--data", "held.txt"], "model_type | 'bert' | known: llama"),
+        (["--checkpoint", "bert", "--data", "held.txt"], "model_type 'bert' | allowed: model_type llama"),
         (["--checkpoint", "llama", "--data", "held.txt"], "no weights | llama | allowed: model.safetensors"),
         (
             ["--checkpoint", "run", "--data", "latin.txt"],

@@ -165,7 +165,7 @@ def test_init_from_that_cannot_work_is_refused(tmp_path):
     says(refusal_of(check_paths, config), "no weights | model.safetensors")
     other, _ = hugging_face(tmp_path / "gemma", model_type="gemma")
     text = refusal_of(resolve, (), {"init_from": str(other)})
-    says(text, other / "config.json", "model_type", "'gemma'", "allowed: ", "fix: train it in transformers")
+    says(text, other / "config.json", "model_type", "'gemma'", "allowed: model_type llama")
     (other / "config.json").write_text("{")
     says(refusal_of(resolve, (), {"init_from": str(other)}), "config.json | JSON | fix: ")
     (other / "config.json").write_text("[]")

@@ -158,8 +158,11 @@ def test_yarn_with_two_mscales_gets_the_factor_that_transformers_computes():
     ("changes", "words"),
     [
         ({"model_type": "mistral"}, "architectures | LlamaForCausalLM | mistral | MistralForCausalLM"),
-        ({"model_type": "gemma"}, "model_type | 'gemma' | llama, minicpm | fix: train it in transformers"),
-        ({"model_type": None}, "model_type | None | llama, minicpm"),
+        (
+            {"model_type": "gemma"},
+            "model_type 'gemma' | llama, mistral, qwen2, qwen3, minicpm | fix: use it with transformers",
+        ),
+        ({"model_type": None}, "model_type None | llama, mistral, qwen2, qwen3, minicpm"),
         ({"hidden_act": "gelu"}, "hidden_act | 'gelu' | silu | swish"),
         ({"attention_bias": True}, "attention_bias True | false"),
         ({"mlp_bias": True}, "mlp_bias True | false"),

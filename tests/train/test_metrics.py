@@ -163,6 +163,10 @@ def test_peak_memory_is_in_bytes_and_grows():
 # Plot
 
 
+def red(image):
+    return int(((image[..., 0] > 0.7) & (image[..., 1] < 0.3) & (image[..., 2] < 0.3)).sum())
+
+
 def test_plot_shows_the_curves(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         for number in range(1, 60):
@@ -175,9 +179,6 @@ def test_plot_shows_the_curves(tmp_path):
     picture = matplotlib.image.imread(path)
     assert picture.shape[0] > 400
     assert picture.shape[1] > 600
-
-    def red(image):
-        return int(((image[..., 0] > 0.7) & (image[..., 1] < 0.3) & (image[..., 2] < 0.3)).sum())
 
     assert red(blank) == 0
     assert red(picture) > 20
@@ -194,8 +195,12 @@ def test_plot_of_a_very_short_run(tmp_path, count):
     with MetricsWriter(tmp_path) as writer:
         for number in range(1, count + 1):
             writer.write(step(number))
-        writer.write_eval(evaluation(count))
-    assert plot_losses(tmp_path).stat().st_size > 5000
+        writer.write_eval(evaluation(count, loss=6.0))
+    path = plot_losses(tmp_path)
+    assert path.stat().st_size > 5000
+    picture = matplotlib.image.imread(path)
+    last = picture[: len(picture) // 2, -picture.shape[1] // 5 :]
+    assert count == 1 or red(last) > 20, "the legend hides the evaluation"
 
 
 def test_nothing_to_plot(tmp_path):
