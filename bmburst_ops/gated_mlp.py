@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from bmburst_ops.errors import KernelError, first_order
 from bmburst_ops.linears import GradientSum, LowRank, add_product, low_rank_backward, low_rank_product, product
-from bmburst_ops.swiglu import swiglu, swiglu_gradients
+from bmburst_ops.swiglu import swiglu
 
 Adapter = tuple[LowRank, tuple[GradientSum | None, GradientSum | None]]
 """A low-rank term, and the accumulated gradients of its two matrices."""
@@ -137,10 +137,13 @@ def _of_activation(
     pair: tuple[Tensor, Tensor], grads: Tensor, down: Tensor, adapter: Adapter | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the outputs of gate and up for a chunk, and the activation."""
-    inner, of_inner = swiglu(*pair), grads @ down
+    with torch.enable_grad():
+        inner = swiglu(*(given.requires_grad_() for given in pair), overwrite_grad=True)
+    of_inner = grads @ down
     if adapter is not None:
-        low_rank_backward(inner, grads, *adapter, of_inner)
-    return *swiglu_gradients(of_inner, *pair, overwrite=True), inner
+        low_rank_backward(inner.detach(), grads, *adapter, of_inner)
+    grad_gate, grad_up = torch.autograd.grad(inner, pair, of_inner)
+    return grad_gate, grad_up, inner.detach()
 
 
 def _chunks(x: Tensor, chunk: int) -> tuple[Tensor, ...]:

@@ -21,7 +21,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *swiglu_gradients(grad_output, *ctx.saved_tensors, overwrite=ctx.overwrite), None
+        gate, up = ctx.saved_tensors
+        # An expanded gradient, such as that of a sum, must not be overwritten: elements share memory.
+        overwrite = ctx.overwrite and grad_output.is_contiguous()
+        fused = triton_twin("triton_elementwise", gate, up)
+        grad_gate, grad_up = (fused.swiglu_backward if fused else _backward)(grad_output, gate, up, overwrite=overwrite)
+        return grad_gate, grad_up, None
 
 
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
@@ -39,22 +44,6 @@ def _backward(grad_output: Tensor, gate: Tensor, up: Tensor, *, overwrite: bool)
     grad_gate = grad * up.to(wide) * sigmoid * (1 + gate_wide * (1 - sigmoid))
     of_gate, of_up = grad_gate.to(gate.dtype), (grad * gate_wide * sigmoid).to(up.dtype)
     return grad_output.copy_(of_gate) if overwrite else of_gate, of_up
-
-
-def swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gate` and `up`, like them, given that of the result of `swiglu`.
-
-    Args:
-        grad: The gradient of the result, in its shape and dtype.
-        gate: See `swiglu`.
-        up: See `swiglu`.
-        overwrite: Whether the gradient of `gate` may overwrite `grad`, if that is dense.
-    """
-    # An expanded gradient, such as that of a sum, must not be overwritten: elements share memory.
-    overwrite = overwrite and grad.is_contiguous()
-    fused = triton_twin("triton_elementwise", gate, up)
-    found: tuple[Tensor, Tensor] = (fused.swiglu_backward if fused else _backward)(grad, gate, up, overwrite=overwrite)
-    return found
 
 
 def swiglu(gate: Tensor, up: Tensor, *, overwrite_grad: bool = False) -> Tensor:

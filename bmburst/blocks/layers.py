@@ -32,7 +32,6 @@ from bmburst.errors import UserError
 from bmburst_ops.dropout import Dropout
 from bmburst_ops.dropout import keys as column_keys
 from bmburst_ops.errors import first_order
-from bmburst_ops.gradients import seed
 from bmburst_ops.linears import LowRank, linears
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.nf4 import Layout
@@ -304,7 +303,7 @@ class Table(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         yield
         gradient, self._kept = self._kept.grad, None
         if gradient is not None:
-            seed([weight], [gradient]).backward()
+            torch.autograd.backward(weight, gradient)
 
 
 def rows_of(ids: Tensor, table: Tensor, *, factor: float = 1.0, padding: int | None = None) -> Tensor:

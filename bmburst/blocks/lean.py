@@ -31,7 +31,6 @@ from bmburst.recompute.host_store import MLP_OUTPUTS
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.tiles import Span
 from bmburst_ops.gated_mlp import Adapter, chunk_backward, gate_and_up
-from bmburst_ops.gradients import seed
 from bmburst_ops.linears import GradientSum, low_rank_backward, low_rank_product, sum_of_products
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
@@ -304,7 +303,7 @@ class BlockWork:
                 of_inner = (of_result @ term.b) * term.scale
                 term.at(at).add_input_gradient(of_output[at], of_inner, self._columns(group))
         del of_result  # with a factor it is a separate tensor, and memory may peak in the next line
-        return list(torch.autograd.grad(seed([out], [of_output.view(out.shape)]), inputs))
+        return list(torch.autograd.grad(out, inputs, of_output.view(out.shape)))
 
     def _projections_backward(self, at: slice, grads: Tensor, of_heads: Sequence[Tensor], sums: GradientSums) -> None:
         """Overwrite a chunk's gradient of the stream after attention with that of the stream before the block."""
@@ -384,7 +383,7 @@ def _norm_backward(
         grads: Gradients of the results.
         sums: Accumulators of the block's parameters.
     """
-    of_x, *of_scale = torch.autograd.grad(seed(results, grads), (x, scale) if scale.requires_grad else (x,))
+    of_x, *of_scale = torch.autograd.grad(results, (x, scale) if scale.requires_grad else (x,), grads)
     if total := sums.of(norm.weight):
         total.add(*of_scale)
     return of_x

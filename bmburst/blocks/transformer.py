@@ -23,7 +23,6 @@ from bmburst.recompute.checkpointing import checkpoint, is_recomputing
 from bmburst.recompute.host_store import MLP_OUTPUTS, HostStore
 from bmburst.recompute.policy import Policy
 from bmburst_ops.gated_mlp import gated_mlp
-from bmburst_ops.gradients import seed
 from bmburst_ops.rms_norm import stream_norm
 from bmburst_ops.rotary import apply_rotary, apply_rotary_to
 from bmburst_ops.swiglu import swiglu
@@ -255,10 +254,10 @@ def _run_elementwise(model: LlamaConfig, dtype: torch.dtype) -> None:
     new = partial(torch.zeros, device="cuda", dtype=dtype, requires_grad=True)
     stream, weight = new(_FEW, model.hidden_size), new(model.hidden_size)
     for added in (None, torch.zeros_like(stream)):
-        seed(stream_norm(stream, added, weight, model.norm_eps), (stream.detach(), stream.detach())).backward()
+        torch.autograd.backward(stream_norm(stream, added, weight, model.norm_eps), (stream.detach(), stream.detach()))
     angles = torch.zeros(1, _FEW, model.head_dim // 2, device="cuda")
     for heads in {model.num_heads, model.num_kv_heads}:
         x = new(1, _FEW, heads, model.head_dim)
-        seed([apply_rotary(x, angles, angles)], [x.detach()]).backward()
+        apply_rotary(x, angles, angles).backward(x.detach())
     gate = new(_FEW, model.intermediate_size)
-    seed([swiglu(gate, new(_FEW, model.intermediate_size))], [gate.detach()]).backward()
+    swiglu(gate, new(_FEW, model.intermediate_size)).backward(gate.detach())

@@ -14,7 +14,6 @@ from torch import Tensor
 from bmburst.comm.waits import traced
 from bmburst.schedule.pipeline import Compute, PipelineSchedule, Transfer
 from bmburst.train.loading import LocalBatch, token_losses, token_stream
-from bmburst_ops.gradients import seed
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -92,8 +91,7 @@ class PipelineStep:
             else:
                 self._outputs[number] = token_stream(self._model, part, stream)
             return
-        output, gradient = self._outputs.pop(number), self._gradients.pop(number, None)
-        (output if gradient is None else seed([output], [gradient])).backward()
+        torch.autograd.backward(self._outputs.pop(number), self._gradients.pop(number, None))
         if number in self._inputs:
             gradient = self._inputs.pop(number).grad
             assert gradient is not None

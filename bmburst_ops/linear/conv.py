@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from bmburst_ops.fused import triton_twin
-from bmburst_ops.gradients import seed
 from bmburst_ops.linear.kernel import Pieces
 
 _MOST_WIDTH = 8  # of the Triton kernels, which unroll it
@@ -56,7 +55,7 @@ def causal_conv_gradients(
     with torch.enable_grad():
         out = _convolved(x, halos, weight, bias, pieces, activation)
     leaves = [x, halos, weight, *([] if bias is None else [bias])]
-    of_x, of_halos, of_weight, *of_bias = torch.autograd.grad(seed([out], [grad]), leaves, materialize_grads=True)
+    of_x, of_halos, of_weight, *of_bias = torch.autograd.grad(out, leaves, grad, materialize_grads=True)
     of_x = of_x.clone(memory_format=torch.contiguous_format)
     return of_x, of_halos, of_weight, of_bias[0] if of_bias else None
 

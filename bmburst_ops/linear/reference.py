@@ -7,7 +7,6 @@ hold the states of all tokens.
 import torch
 from torch import Tensor
 
-from bmburst_ops.gradients import seed
 from bmburst_ops.linear.kernel import EPSILON, Inputs, Pieces, Recurrence
 
 SEGMENT = 64
@@ -74,7 +73,7 @@ class ReferenceScan:
                 start = self._zero().requires_grad_()  # outputs are affine in the state: any value gives the gradient
                 with torch.enable_grad():
                     results = run(self._recurrence, tuple(t[part] for t in inputs), start)
-                (state_grad,) = torch.autograd.grad(seed(results, (grad[part], state_grad)), start)
+                (state_grad,) = torch.autograd.grad(results, start, (grad[part], state_grad))
             found[i] = state_grad
         return found
 
@@ -183,6 +182,6 @@ def _gradients(recurrence: Recurrence, inputs: Inputs, start: Tensor, grad_out: 
         leaves = [t[part].detach().requires_grad_() for t in inputs] + [state.detach().requires_grad_()]
         with torch.enable_grad():
             results = run(recurrence, tuple(leaves[:-1]), leaves[-1])
-        *grads, grad_end = torch.autograd.grad(seed(results, (grad_out[part], grad_end)), leaves)
+        *grads, grad_end = torch.autograd.grad(results, leaves, (grad_out[part], grad_end))
         found.append(tuple(grads))
     return tuple(torch.cat(parts[::-1]) for parts in zip(*found, strict=True))
