@@ -5,7 +5,7 @@ rank reads only its ZeRO shards from the files, and export gathers one tensor at
 the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -399,7 +399,7 @@ def _open(directory: Path) -> dict[str, TensorFile]:
     )
 
 
-def _instead(name: str, files: Mapping[str, TensorFile]) -> str:
+def _instead(name: str, files: Iterable[str]) -> str:
     """Return what a directory has in the place of a weight, and what to do."""
     if adapters := [each for each in files if ".base_layer." in each or ".lora_A" in each]:
         return f", and has {_some(adapters)}: adapters that are not merged\nfix: merge them in PEFT (merge_and_unload)"

@@ -36,10 +36,10 @@ class Mask(ABC):
 
         Args:
             positions: Global positions below `length`, ascending.
-            length: Real tokens of the sequence.
+            length: Real tokens of the sequence, or of its beginning.
 
         Raises:
-            UserError: The mask is made for another number of tokens, or a position is not in the sequence.
+            UserError: The mask is made for fewer tokens, or a position is not in the sequence.
         """
         return self._rows(self._queries(positions, length), length)
 
@@ -48,8 +48,9 @@ class Mask(ABC):
         """Return `rows` of positions and a length that were checked."""
 
     def _queries(self, positions: Any, length: int) -> IntArray:
-        """Return positions as an array, after a check that they are in a sequence of this length, which fits."""
-        self.require(length)
+        """Return positions as an array, after a check that they are in the first `length` tokens of the sequence."""
+        if self.length is None or whole_number("length", length, 0) > self.length:
+            self.require(length)
         queries = array_of("positions", positions)
         are_numbers = queries.ndim == 1 and (queries.dtype.kind in "iu" or not queries.size)
         if not are_numbers or (queries.size and not 0 <= queries.min() <= queries.max() < length <= WIDEST):

@@ -107,7 +107,7 @@ def pair_at(sequence: Callable[[range], tuple[Ids, Ids]], positions: range) -> t
         )
     found = sequence(positions)
     arrays = [array_of("what sequence returns", each) for each in found] if isinstance(found, tuple | list) else []
-    are_ids = all(each.dtype.kind in "iu" for each in arrays)
+    are_ids = all(each.dtype.kind in "iu" or not each.size for each in arrays)
     if not are_ids or [each.shape for each in arrays] != [(len(positions),)] * 2:
         got = ", ".join(f"{each.dtype} of shape {list(each.shape)}" for each in arrays) or type(found).__name__
         raise UserError(

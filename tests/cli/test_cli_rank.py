@@ -164,7 +164,7 @@ def test_eval_refuses_a_cache_that_cannot_be_written(launches, held_out, tmp_pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main([*argv, "held.txt"]) == 0
     for option in (("--chat-template", "chatml"), ("--roles", "a=b")):  # are for records
-        says(refused(capsys, *argv, "held.txt", *option), "data held.txt has no records | fix: leave")
+        says(refused(capsys, *argv, "held.txt", *option), "data held.txt has no such rows | fix: leave")
     assert len(launches) == 2
 
 

@@ -176,7 +176,7 @@ def test_yarn_with_two_mscales_gets_the_factor_that_transformers_computes():
         ({"num_key_value_heads": 4}, "num_kv_heads 4 | num_heads 6 | 1, 2, 3, 6"),
         (
             {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "rope_type | 'longrope' | llama3, yarn | fix: train",
+            "rope_type | 'longrope' | llama3, yarn | fix: use it with transformers",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "linear | factor | fix: "),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor | 0.5 | at least 1"),
