@@ -3,6 +3,8 @@
 On a machine with a GPU and the package fla-core, its kernels too; on a CPU the definition against dense matrices.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from bmburst_ops.fragments import fragment_tokens, fragments
 from bmburst_ops.linear import KERNELS, Pieces, Recurrence, ReferenceKernel, select_kernel
 from bmburst_ops.linear.fla import FlaKernel, unusable
 from bmburst_ops.linear.fla_scan import FlaScan, make_plan
+from bmburst_ops.linear.fla_tuning import Choice, nearest
 from tests.linear.oracle import problem, whole
 from tests.ops.another_machine import AnotherMachine
 
@@ -148,3 +151,13 @@ def test_pieces_of_one_fragment_without_states_are_not_folded():
 def test_fragments_fill_a_gpu():
     assert fragment_tokens(65_536, 32, 128, 132) == 32_768 and fragment_tokens(65_536, 8, 128, 132) == 8_192
     assert fragment_tokens(2_048, 4, 64, 132) == 4_096 and fragment_tokens(65_536, 4096, 128, 132) == 65_536
+
+
+def test_the_fastest_choice_of_a_kernel_comes_first_if_the_kernel_has_it():
+    usual, small, wide = (
+        SimpleNamespace(kwargs={"BK": block}, num_warps=warps, num_stages=3)
+        for block, warps in ((64, 4), (32, 1), (128, 4))
+    )
+    assert nearest([wide, small, usual], None) == [usual, wide, small]
+    assert nearest([wide, usual, small], Choice({"BK": 32}, 1, 3)) == [small, usual, wide]
+    assert nearest([wide, usual, small], Choice({"BK": 32}, 2, 3)) == [usual, wide, small]
