@@ -16,7 +16,6 @@ from bmburst_ops.fused import triton_twin
 from bmburst_ops.swiglu import swiglu
 
 
-@torch.no_grad()
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """Return `x @ weight.T`.
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmburst_ops.triton_launch import dependent_launch, start_next, wait_for_previous
+from bmburst_ops.triton_launch import after_previous, dependent_launch
 
 WIDEST_ROW = 16384
 """Most features of a row: a program of the norm holds a tile of whole rows."""
@@ -102,8 +102,7 @@ def _norm_kernel(
     x_row, x_column, added_row, added_column, weight_step, count, eps, factor,
     FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    start_next(DEPENDENT)
-    wait_for_previous(DEPENDENT)
+    after_previous(DEPENDENT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     numbers = _load_rows(x, rows, columns, x_row, x_column, count, FEATURES).to(tl.float32)

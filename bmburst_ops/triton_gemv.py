@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bmburst_ops.flash.triton import is_interpreted
-from bmburst_ops.triton_launch import dependent_launch, start_next, wait_for_previous
+from bmburst_ops.triton_launch import after_previous, dependent_launch
 
 
 class Tuning(NamedTuple):
@@ -36,14 +36,7 @@ def tuning_for(features: int) -> Tuning:
     return _NARROW if features % _WIDE.features else _WIDE
 
 
-def project(
-    x: Tensor,
-    weight: Tensor,
-    rows: Sequence[slice],
-    bias: Tensor | None = None,
-    *,
-    tuning: Tuning | None = None,
-) -> Tensor:
+def project(x: Tensor, weight: Tensor, rows: Sequence[slice], bias: Tensor | None = None) -> Tensor:
     """Return the products of x `[1, in]` with one to three slices of the rows of a weight, one after another.
 
     Args:
@@ -51,33 +44,25 @@ def project(
         weight: See there.
         rows: See there.
         bias: See there.
-        tuning: Launch configuration; default: `tuning_for`.
     """
     sizes = [each.stop - each.start for each in rows]
     shifts = [each.start - sum(sizes[:i]) for i, each in enumerate(rows)]
     shifts += shifts[-1:] * (3 - len(rows))
     out = torch.empty(1, sum(sizes), dtype=x.dtype, device=x.device)
-    _launch(project_kernel, sum(sizes), x, weight, tuning, bias, out, sizes[0], sum(sizes[:2]), *shifts)
+    _launch(project_kernel, sum(sizes), x, weight, bias, out, sizes[0], sum(sizes[:2]), *shifts)
     return out
 
 
-def gated(x: Tensor, weight: Tensor, gate: slice, up: slice, *, tuning: Tuning | None = None) -> Tensor:
+def gated(x: Tensor, weight: Tensor, gate: slice, up: slice) -> Tensor:
     """See `bmburst_ops.gemv.gated`."""
     out = torch.empty(1, gate.stop - gate.start, dtype=x.dtype, device=x.device)
-    _launch(gated_kernel, out.shape[1], x, weight, tuning, out, gate.start, up.start)
+    _launch(gated_kernel, out.shape[1], x, weight, out, gate.start, up.start)
     return out
 
 
-def _launch(
-    kernel: Any,
-    programs: int,
-    x: Tensor,
-    weight: Tensor,
-    tuning: Tuning | None,
-    *arguments: Any,
-) -> None:
+def _launch(kernel: Any, programs: int, x: Tensor, weight: Tensor, *arguments: Any) -> None:
     features = x.shape[1]
-    tuning = tuning or tuning_for(features)
+    tuning = tuning_for(features)
     with torch.cuda.device_of(x):  # Triton launches on the current device, wherever the tensors are
         kernel[(programs,)](
             x, weight, weight.stride(0), *arguments, FEATURES=features, BLOCK=tuning.features,
@@ -121,8 +106,7 @@ def _products(
     FEATURES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Return the products of x with some rows of the weight, fp32."""
-    start_next(DEPENDENT)
-    wait_for_previous(DEPENDENT)
+    after_previous(DEPENDENT)
     columns = tl.arange(0, BLOCK)
     weight += rows.to(tl.int64)[:, None] * weight_stride + columns[None, :]
     acc = tl.zeros(weight.shape, tl.float32)

@@ -3,8 +3,8 @@
 Between kernels of a few microseconds each, this saves about one microsecond. See "Programmatic Dependent Launch and
 Synchronization" in the CUDA Programming Guide. GPUs before Hopper do not have it.
 
-All kernels that are launched so let the next one start at once, and call `wait_for_previous` in every program. So a
-kernel that has waited comes after all earlier kernels of the stream, not only after the previous one.
+All kernels that are launched so call `after_previous` first, in every program. So a kernel that has waited comes after
+all earlier kernels of the stream, not only after the previous one.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -21,7 +21,7 @@ _CAPABILITY = (9, 0)
 
 @cache
 def dependent_launch(device: torch.device) -> dict[str, Any]:
-    """Return the keyword arguments of the launch of a kernel that calls `wait_for_previous(DEPENDENT)`."""
+    """Return the keyword arguments of the launch of a kernel that calls `after_previous(DEPENDENT)` first."""
     is_there = (
         device.type == "cuda"
         and hasattr(tl.extra.cuda, "gdc_wait")
@@ -31,14 +31,8 @@ def dependent_launch(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
-def start_next(DEPENDENT: tl.constexpr):
-    """Let the next kernel start. Called first."""
+def after_previous(DEPENDENT: tl.constexpr):
+    """Let the next kernel start, and wait until the previous one has ended. Nothing is read or written before it."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Wait until the previous kernel has ended. Before it, nothing is written, and only constants are read."""
-    if DEPENDENT:
         tl.extra.cuda.gdc_wait()

@@ -4,7 +4,7 @@ The families are LLaMA, Mistral, Qwen2, Qwen3 and MiniCPM.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -111,17 +111,14 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
             different attention types.
     """
     name = values.get("model_type")
-    if isinstance(name, str) and name in _LACKING:
-        raise UserError(
-            f"a {name} model has {_LACKING[name]}, which bmburst's own models do not have; without it "
-            "the model computes something else\n"
-            f"allowed: model_type {', '.join(FAMILIES)}\nfix: {_INSTEAD}"
-        )
     if not isinstance(name, str) or name not in FAMILIES:  # another name in config.json would be another model
-        raise UserError(
-            f"bmburst has no model of its own of model_type {shown(name)}\n"
-            f"allowed: model_type {', '.join(FAMILIES)}\nfix: {_INSTEAD}"
-        )
+        problem = f"bmburst has no model of its own of model_type {shown(name)}"
+        if isinstance(name, str) and name in _LACKING:
+            problem = (
+                f"a {name} model has {_LACKING[name]}, which bmburst's own models do not have; without it "
+                "the model computes something else"
+            )
+        raise UserError(f"{problem}\nallowed: model_type {', '.join(FAMILIES)}\nfix: {_INSTEAD}")
     if how := values.get("quantization_config"):
         raise UserError(
             f"the weights of this {name} model are quantized: quantization_config {shown(how)}\n"
@@ -167,13 +164,6 @@ def write_settings(
         values |= {"use_sliding_window": on, "sliding_window": sliding_window, "layer_types": [kind] * num_layers}
         values["max_window_layers"] = 0 if on else num_layers
     return values
-
-
-def _require_supported(key: str, value: object, known: Iterable[str]) -> None:
-    """Check a name in config.json. Another name is no slip to correct: it says what the weights compute."""
-    names = sorted(known)
-    if value not in names:
-        raise UserError(f"{key} {shown(value)} is not supported\nallowed: {', '.join(names)}\nfix: {_INSTEAD}")
 
 
 def _require_architecture(values: Mapping[str, Any], family: Family) -> None:
@@ -343,12 +333,14 @@ def read_rope(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None
         UserError: The settings are incomplete or not supported.
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    _require_supported("rope_type", kind, (*ROPE_KINDS, "default"))
+    known = sorted((*ROPE_KINDS, "default"))
+    if kind not in known:  # another name would be another model
+        raise UserError(f"rope_type {shown(kind)} is not supported\nallowed: {', '.join(known)}\nfix: {_INSTEAD}")
     require_keys(rope, ROTARY, "rotary settings", _INSTEAD)
     if kind == "default":
         return None
-    known = {declared.name for declared in fields(RopeScaling)} - {"kind"}
-    given: dict[str, Any] = {"kind": kind, **{key: rope[key] for key in known if rope.get(key) is not None}}
+    keys = {declared.name for declared in fields(RopeScaling)} - {"kind"}
+    given: dict[str, Any] = {"kind": kind, **{key: rope[key] for key in keys if rope.get(key) is not None}}
     needs = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
     if missing := [key for key in needs if key not in given]:
         said = ", ".join(missing)

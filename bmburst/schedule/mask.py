@@ -49,7 +49,8 @@ class Mask(ABC):
 
     def _queries(self, positions: Any, length: int) -> IntArray:
         """Return positions as an array, after a check that they are in the first `length` tokens of the sequence."""
-        if self.length is None or whole_number("length", length, 0) > self.length:
+        whole_number("length", length, 0)
+        if self.length is not None and length > self.length:
             self.require(length)
         queries = array_of("positions", positions)
         are_numbers = queries.ndim == 1 and (queries.dtype.kind in "iu" or not queries.size)

@@ -130,8 +130,7 @@ class HostBudget:
         source = "host_memory is" if self.is_given else "free memory is"
         raise UserError(
             f"{' and '.join(what)}: {bytes_text(needed)} of memory are needed on each host\n"
-            f"allowed: {bytes_text(most)}: {source} {bytes_text(self.has)}, of which {bytes_text(self.has - most)} "
-            f"({1 - HOST_SHARE:.0%}) are kept in reserve\n{_fix(way, most)}"
+            f"{_allowed(source, self.has)}\n{_fix(way, most)}"
         )
 
 
@@ -171,10 +170,16 @@ def _require_room_for_ranks(config: TrainConfig, ranks: int, free: int) -> None:
         parts = f"{ranks:,} ranks, {bytes_text(each)} each" if ranks > 1 else "1 rank"
         raise UserError(
             f"on the CPU the run needs {bytes_text(needed)} of memory: {parts}\n"
-            f"allowed: {bytes_text(most)}: free memory is {bytes_text(free)}, of which {bytes_text(free - most)} "
-            f"({1 - HOST_SHARE:.0%}) are kept in reserve\n"
+            f"{_allowed('free memory is', free)}\n"
             f"fix: GPUs, a smaller model, a shorter --sequence-length, or a smaller --nproc"
         )
+
+
+def _allowed(source: str, has: float) -> str:
+    """Return the line that tells how much of a host's memory may be used."""
+    most = HOST_SHARE * has
+    reserve = f"of which {bytes_text(has - most)} ({1 - HOST_SHARE:.0%}) are kept in reserve"
+    return f"allowed: {bytes_text(most)}: {source} {bytes_text(has)}, {reserve}"
 
 
 def _fix(way: Candidate, most: float) -> str:
