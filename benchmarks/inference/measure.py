@@ -183,13 +183,15 @@ class InferenceRun(RankRun[InferenceCell]):
     def _engine_of(self, cell: InferenceCell, weights: ResidentWeights) -> Engine:
         method = METHODS[cell.method]
         if method.cache not in self._engines:
-            self._engines[method.cache] = Engine.over(weights, resolve_group(None), method.cache)
+            name = self.setting.kernel_name
+            self._engines[method.cache] = Engine.over(weights, resolve_group(None), method.cache, kernel=name)
         engine = self._engines[method.cache]
-        kernel = "reference" if cell.method == NO_LAO else self.setting.kernel_name
-        engine = replace(engine, kernel=kernel)
         if method.peer:
             return replace(engine, prefill=PeerPrefill(cell, weights, self.setting, engine.split))
+        if cell.method != NO_LAO and cell.mask != FULL:
+            return engine
+        kernel = "reference" if cell.method == NO_LAO else self.setting.kernel_name
+        engine = replace(engine, prefill=Prefill(weights, engine.comm, kernel, is_causal=cell.mask != FULL))
         if cell.mask == FULL:  # each query needs all keys, so the prompt is a single chunk
-            prefill = Prefill(weights, engine.comm, kernel, is_causal=False)
-            return replace(engine, prefill=prefill, chunk_tokens=max(cell.tokens, engine.chunk_tokens))
+            return replace(engine, chunk_tokens=max(cell.tokens, engine.chunk_tokens))
         return engine

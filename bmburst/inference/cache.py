@@ -97,6 +97,10 @@ class KVCache:
         keys, values = self._memory[layer, :, sequence, tokens.slice, kv_heads.slice].unsqueeze(1)
         return keys, values
 
+    def copy_from(self, other: "KVCache", sequence: int, tokens: int) -> None:
+        """Copy the first tokens of the only sequence of another cache to the start of a sequence of this one."""
+        self._memory[:, :, sequence, :tokens].copy_(other._memory[:, :, 0, :tokens])
+
     def advance(self, sequence: int, tokens: int) -> None:
         """Add the tokens that prefill has written to a sequence's length."""
         self.lengths[sequence] += tokens

@@ -9,12 +9,13 @@ whole prompt, a chunk of it and a further turn are the same operation: append ne
   rank to rank. Partial outputs are passed with the queries and merged by their log-sum-exp; cached keys and values
   are never sent (pass-Q of arXiv:2411.01783).
 
-Prompts of different lengths are packed as documents.
+Prompts of different lengths are packed as documents. On one GPU, a short prompt runs as a CUDA graph.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +29,11 @@ from bmburst.blocks.rope import rotary_tables
 from bmburst.checkpoint.derived import EMBEDDING
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.inference.cache import KVCache, merge_earlier, striped_tiles
+from bmburst.inference.replay import Replay
 from bmburst.inference.weights import LayerWeights, ModelWeights
+from bmburst.plan.counts import block_matrices
 from bmburst.plan.inference import MLP_TOKENS
+from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import Contiguous, Layout, Striped, StripedGroups, real_positions
 from bmburst.schedule.mask import Full, Mask, causal_mask
@@ -152,6 +156,7 @@ class Prefill:
         self._weights, self._comm, self._kernel = weights, comm, kernel
         self._is_causal = is_causal
         self._config = weights.config
+        self._short: ShortPrompts | None = None
 
     def __call__(
         self,
@@ -176,11 +181,16 @@ class Prefill:
         begins = {sequence: cache.lengths[sequence] for sequence in turns}
         plan = [(sequence, begins[sequence], len(tokens)) for sequence, tokens in ids.items()]
         rows = {sequence: row for row, sequence in enumerate(turns)}
+        if (short := self._short_for(cache, plan, chunk_tokens)) is not None:
+            ((sequence, tokens),) = ids.items()
+            last = short(cache, sequence, tokens)
+            on_tokens(len(tokens))
+            return last
         config = self._config
         last = torch.zeros(len(turns), config.hidden_size, dtype=self._weights.dtype, device=self._weights.device)
         for chunk in make_chunks(plan, chunk_tokens, cache.split.token_groups):
             step = _ChunkStep(self._weights, self._comm, self._kernel, cache, chunk, self._mask_of(chunk))
-            hidden = step.run(ids, begins)
+            hidden = step.compute(*step.inputs(ids, begins))
             for piece in chunk.pieces:
                 at = step.local_index(piece.offset + piece.tokens - 1) if piece.is_last else None
                 if at is not None:
@@ -190,6 +200,18 @@ class Prefill:
         if self._comm.size > 1:  # each row is on one rank and zero on the others
             (last,) = self._comm.all_reduce(last).wait()
         return last
+
+    def _short_for(self, cache: KVCache, plan: Sequence[tuple[int, int, int]], most: int) -> "ShortPrompts | None":
+        """Return what computes these turns if they are one short prompt of at most `most` tokens, else None."""
+        weights, scaling = self._weights, self._config.rope_scaling
+        if len(plan) > 1 or not self._is_causal or self._comm.size > 1:
+            return None
+        if not weights.is_resident or weights.device.type != "cuda" or (scaling and scaling.kind == "dynamic"):
+            return None
+        if self._short is None:
+            self._short = ShortPrompts(weights, self._comm, self._kernel, cache.split)
+        ((_, begin, tokens),) = plan
+        return self._short if begin == 0 and tokens <= min(most, self._short.most) else None
 
     def _mask_of(self, chunk: Chunk) -> Mask:
         if self._is_causal:
@@ -235,9 +257,9 @@ class _ChunkStep:
                 return run.offset + index
         return None
 
-    def run(self, ids: Mapping[int, np.ndarray], begins: Mapping[int, int]) -> Tensor:
-        """Return the hidden states of this rank's tokens after the last block, `[1, tokens, hidden_size]`."""
-        config, weights, device = self._config, self._weights, self._weights.device
+    def inputs(self, ids: Mapping[int, np.ndarray], begins: Mapping[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's token ids `[1, tokens]`, and cosine and sine of their rotary angles."""
+        device = self._weights.device
         whole = self.layout.size * self.layout.tokens
         tokens, positions = np.zeros(whole, np.int64), np.zeros(whole, np.int64)
         for piece in self._chunk.pieces:
@@ -247,7 +269,11 @@ class _ChunkStep:
             positions[here] = np.arange(piece.start, piece.start + piece.tokens)
         mine = real_positions(self.layout, self._split.rank, whole)
         local = torch.from_numpy(tokens[mine]).to(device)[None]
-        cos, sin = self._angles(torch.from_numpy(positions[mine]).to(device)[None], mine)
+        return local, *self._angles(torch.from_numpy(positions[mine]).to(device)[None], mine)
+
+    def compute(self, local: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the hidden states of `inputs` after the last block, `[1, tokens, hidden_size]`."""
+        config, weights = self._config, self._weights
         stream = torch.nn.functional.embedding(local, weights.table(EMBEDDING))
         if config.embedding_scale != 1:
             stream = stream * config.embedding_scale
@@ -363,6 +389,80 @@ class _ChunkStep:
             span, mask = Span(piece.start, piece.start + piece.padded), causal_mask(self._config.sliding_window)
             self._chunk.tiles[key] = striped_tiles(self._split, span, length, source, mask)
         return self._chunk.tiles[key]
+
+
+_SHORT_STEP = 128  # tokens to whose multiples short prompts are padded
+_SHORT_FLOPS = 6e11  # the products of a layer that an H200 computes while its host launches the kernels of one: 1 ms
+_MOST_SHORT = 2048  # tokens: each length has a graph, which its second prompt captures
+
+
+class ShortPrompts:
+    """Prefill of one new sequence on one GPU, for lengths at which the GPU would wait for its host.
+
+    Prompts are padded to a multiple of 128 tokens; causal attention does not see what follows a token. A CUDA graph for
+    each of these lengths fills a cache of its own, whose tokens are copied to that of the sequence.
+
+    Args:
+        weights: The model, on the GPU. Its rotary embedding does not depend on the length of the prompt.
+        comm: This rank alone.
+        kernel: See `burst_attention`.
+        split: The split of the caches to fill.
+    """
+
+    def __init__(self, weights: ModelWeights, comm: CheckedCommunicator, kernel: str, split: CacheSplit) -> None:
+        self._weights, self._comm, self._kernel, self._split = weights, comm, kernel, split
+        self._mask = causal_mask(weights.config.sliding_window)
+        self.most = self._most()
+        """Most tokens of a prompt; 0 if a graph cannot capture the attention kernel."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._prompts: dict[int, _ShortPrompt] = {}
+
+    def _most(self) -> int:
+        weights, config = self._weights, self._weights.config
+        q, k = (
+            torch.empty(1, _SHORT_STEP, heads, config.head_dim, dtype=weights.dtype, device=weights.device)
+            for heads in (config.num_heads, config.num_kv_heads)
+        )
+        if not select_kernel(self._kernel, q, k, False, self._mask.needs).recordable:
+            return 0
+        most = min(_MOST_SHORT, int(_SHORT_FLOPS / (2 * block_matrices(config))))
+        return most // _SHORT_STEP * _SHORT_STEP
+
+    def __call__(self, cache: KVCache, sequence: int, ids: np.ndarray) -> Tensor:
+        """Fill an empty sequence of a cache and return the hidden state of the last token, `[1, hidden_size]`."""
+        padded = -(-len(ids) // _SHORT_STEP) * _SHORT_STEP
+        if padded not in self._prompts:
+            (chunk,) = make_chunks([(0, 0, padded)], padded, 1)
+            step = _ChunkStep(self._weights, self._comm, self._kernel, self._own_cache, chunk, self._mask)
+            self._prompts[padded] = _ShortPrompt(step, padded, self._pool)
+        hidden = self._prompts[padded](ids)
+        cache.copy_from(self._own_cache, sequence, len(ids))
+        cache.advance(sequence, len(ids))
+        return hidden
+
+    @cached_property
+    def _own_cache(self) -> KVCache:
+        weights = self._weights
+        return KVCache(weights.config, self._split, 1, self.most, weights.dtype, weights.device)
+
+
+class _ShortPrompt:
+    """Prefill of prompts that are padded to one length."""
+
+    def __init__(self, step: _ChunkStep, padded: int, pool: Any) -> None:
+        self._step, self._padded = step, padded
+        self._inputs: tuple[Tensor, ...] = ()
+        self._replay = Replay(lambda: step.compute(*self._inputs), pool)
+
+    def __call__(self, ids: np.ndarray) -> Tensor:
+        """Fill the cache of the step and return the hidden state of the last token, `[1, hidden_size]`."""
+        whole = np.zeros(self._padded, np.int64)
+        whole[: len(ids)] = ids
+        given = self._step.inputs({0: whole}, {0: 0})
+        if not self._inputs:
+            self._inputs = given
+        self._inputs[0].copy_(given[0])  # the angles of all prompts are equal
+        return self._replay()[:, len(ids) - 1].clone()  # the next prompt overwrites the result
 
 
 def _mlp(layer: LayerWeights, normed: Tensor) -> Tensor:

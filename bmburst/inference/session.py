@@ -22,6 +22,7 @@ from bmburst.errors import UserError, not_a_number
 from bmburst.inference.cache import Decoder, KVCache
 from bmburst.inference.prefill import Prefill
 from bmburst.inference.prompts import PromptEncoder
+from bmburst.inference.replay import Replay
 from bmburst.inference.sampling import GenerationOptions, Sampled, Sampler, SamplerRow, given_options
 from bmburst.inference.weights import ModelWeights
 from bmburst.plan.inference import chunk_of, require_tokens
@@ -42,8 +43,7 @@ class Engine:
         split: How the cache is sharded over them.
         chunk_tokens: Tokens that prefill computes at once, over all ranks.
         add_up: All-reduce for small tensors.
-        kernel: Attention kernel of prefill; see `burst_attention`.
-        prefill: Replaces `Prefill`, with the same call signature; None: a `Prefill`.
+        prefill: A `Prefill`, or what is called like one.
     """
 
     weights: ModelWeights
@@ -51,8 +51,7 @@ class Engine:
     split: CacheSplit
     chunk_tokens: int
     add_up: Callable[[Tensor], Tensor]
-    kernel: str = "auto"
-    prefill: Callable[..., Tensor] | None = None
+    prefill: Callable[..., Tensor]
 
     @classmethod
     def over(
@@ -70,7 +69,7 @@ class Engine:
             comm: The ranks that share each sequence; each has the whole weights.
             cache: One of `bmburst.schedule.cache_split.CACHES`.
             chunk_tokens: See the attributes. Default: 64K per rank.
-            kernel: See the attributes.
+            kernel: Attention kernel of prefill; see `burst_attention`.
 
         Raises:
             UserError: The cache cannot be sharded this way, or a chunk has no token.
@@ -83,7 +82,7 @@ class Engine:
             split=split,
             chunk_tokens=chunk_of(chunk_tokens, comm.size),
             add_up=small_sums(comm, MOST_SEQUENCES * config.hidden_size, weights.dtype),
-            kernel=kernel,
+            prefill=Prefill(weights, comm, kernel),
         )
 
     def new_cache(self, sequences: int, length: int) -> KVCache:
@@ -102,7 +101,6 @@ class GenerationBatch:
 
     def __init__(self, engine: Engine, cache: KVCache) -> None:
         self.engine, self.cache = engine, cache
-        self._prefill = engine.prefill or Prefill(engine.weights, engine.comm, engine.kernel)
         self._decoder = Decoder(engine.weights, engine.comm, cache, engine.add_up)
         self._steps = _Steps(self._decoder)
         self.logits: Tensor | None = None
@@ -125,7 +123,7 @@ class GenerationBatch:
         if not any(len(tokens) for tokens in prompts):
             return
         chunk = self.engine.chunk_tokens
-        hidden = self._prefill(self.cache, dict(enumerate(prompts)), chunk, on_tokens)
+        hidden = self.engine.prefill(self.cache, dict(enumerate(prompts)), chunk, on_tokens)
         self.logits = self._decoder.logits(hidden)
 
     def _aligned(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
@@ -216,41 +214,26 @@ def _to_host(chosen: Sampled) -> Callable[[], Sampled]:
 
 
 class _Steps:
-    """Decoding steps: the first is called, on GPUs the second is captured as a CUDA graph, and further ones replay it.
-
-    A step has a dozen kernels per layer, each of microseconds. Without a graph, launching them would take longer than
-    running them. The graph lasts as long as the cache, so that further turns of a text replay it from their beginning.
-    """
+    """Decoding steps. On GPUs they are one CUDA graph, which lasts as long as the cache: further turns replay it."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._has_run = False
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._tokens: Tensor | None = None
-        self._logits: Tensor | None = None
+        self._replay = Replay(self._compute)
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Append tokens and return the next logits, in a tensor that the next call may overwrite."""
-        if not (self._has_run and self._decoder.is_capturable):
-            self._has_run = True
+        if not self._decoder.is_capturable:
             return self._decoder.step(tokens)
         self._decoder.before_step()
-        logits = self._replayed(tokens)
+        self._tokens = tokens.clone() if self._tokens is None else self._tokens.copy_(tokens)
+        logits = self._replay()
         self._decoder.after_step()
         return logits
 
-    def _replayed(self, tokens: Tensor) -> Tensor:
-        if self._graph is None or self._tokens is None or self._logits is None:
-            self._tokens = tokens.clone()
-            self._graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            # thread_local: other threads, such as NCCL's watchdog, may use CUDA during the capture.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._logits = self._decoder.compute(self._tokens)
-        else:
-            self._tokens.copy_(tokens)
-        self._graph.replay()
-        return self._logits
+    def _compute(self) -> Tensor:
+        assert self._tokens is not None
+        return self._decoder.compute(self._tokens)
 
 
 class Session:
