@@ -1,7 +1,4 @@
-"""Repeated work of inference as CUDA graphs: a token of decoding, and the prefill of short prompts.
-
-Launching the kernels of a layer takes the host about a millisecond. A token, or a short prompt, takes the GPU less.
-"""
+"""Repeated work of inference as CUDA graphs: a token of decoding, and short prompts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +10,17 @@ from torch import Tensor
 class Replay:
     """Work on tensors that stay in place: called the first time, captured the second time, and replayed from then on.
 
-    The first call compiles kernels and allocates their memory, which a capture cannot.
+    The first call compiles kernels and lets libraries allocate, which a capture does not allow.
 
     Args:
-        work: Launches the kernels, without waiting for the device, and returns the result.
-        pool: Memory that graphs share which never run at the same time; see `torch.cuda.graph_pool_handle`.
+        work: Launches kernels, without waiting for the device, and returns the result.
+        pool: Memory of graphs that never run at the same time; see `torch.cuda.graph_pool_handle`. Default: its own.
+        temporary: Bytes of the temporary memory of the largest graph of the pool. Graphs that are captured from small
+            to large then share one block of it, instead of adding a block each.
     """
 
-    def __init__(self, work: Callable[[], Tensor], pool: Any = None) -> None:
-        self._work, self._pool = work, pool
+    def __init__(self, work: Callable[[], Tensor], pool: Any = None, temporary: int = 0) -> None:
+        self._work, self._pool, self._temporary = work, pool, temporary
         self._has_run = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Tensor | None = None
@@ -32,10 +31,13 @@ class Replay:
             self._has_run = True
             return self._work()
         if self._graph is None or self._result is None:
-            self._graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             # thread_local: other threads, such as NCCL's watchdog, may use CUDA during the capture.
-            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                if self._temporary:  # freed at once: the work is served from this block
+                    torch.empty(self._temporary, dtype=torch.uint8, device="cuda")
                 self._result = self._work()
+            self._graph = graph
         self._graph.replay()
         return self._result

@@ -1,14 +1,19 @@
 """On real GPUs: sums in one kernel, and inference by heads and by tokens, eager and as CUDA graphs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from bmburst.checkpoint.hugging_face import open_weights
 from bmburst.comm.groups import communicator
 from bmburst.comm.transports import small_sums
+from bmburst.inference.prefill import Prefill
 from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
 from bmburst.inference.session import Engine, GenerationBatch, Session
 from bmburst.inference.weights import ResidentWeights
+from bmburst_ops.flash import select_kernel
+from tests import tiny
 from tests.gpu.test_gpus import run_nccl
 from tests.inference.models import Greedy, directory, greedy, prompt
 
@@ -96,7 +101,7 @@ def _turns(place, expected) -> None:
             session.prefill(prompt(9, seed=turn))
             answer = session.generate(max_new_tokens=15)
             assert [next(answer) for _ in tokens] == tokens, (cache, turn)
-            graphs.append(session._batch._steps._graph)
+            graphs.append(session._batch._steps._replay._graph)
         assert graphs[0] is not None and all(graph is graphs[0] for graph in graphs)
 
 
@@ -122,3 +127,28 @@ def _graphs(place) -> None:
     assert found[0] == found[1]
     (whole,) = comm.all_gather(torch.tensor([tokens for tokens, *_ in found[0]], device=comm.device)).wait()
     assert all(torch.equal(each, whole[0]) for each in whole)
+
+
+def test_a_short_prompt_has_the_same_bits_called_captured_and_replayed(tmp_path) -> None:
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 320}
+    tiny.save(tmp_path, "llama", vocab_size=67, **sizes)
+    run_nccl(1, _short, str(tmp_path))
+
+
+def _short(place) -> None:
+    comm = communicator(None)
+    weights = ResidentWeights.read(open_weights(place), torch.bfloat16, comm.device)
+    engine = Engine.over(weights, comm)
+    plain = replace(engine, prefill=Prefill(weights, comm, "reference"))
+    q, k = (torch.empty(1, 8, heads, 64, dtype=weights.dtype, device=comm.device) for heads in (4, 2))
+    assert (engine.prefill._short is not None) == select_kernel("auto", q, k).recordable
+    for length in (5, 128, 300, 301, 7):
+        found = []
+        for made in (plain, engine, engine, engine):
+            batch = GenerationBatch(made, made.new_cache(1, length + STEPS))
+            batch.prefill([prompt(length)])
+            logits = batch.logits.clone()
+            found.append((logits, torch.stack([chosen.tokens for chosen in batch.decode(Greedy(), STEPS)])))
+        torch.testing.assert_close(found[1][0], found[0][0], rtol=5e-2, atol=5e-2)
+        for logits, tokens in found[2:]:
+            assert torch.equal(logits, found[1][0]) and torch.equal(tokens, found[1][1])
