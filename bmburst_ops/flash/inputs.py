@@ -139,8 +139,10 @@ _ALIGNED = 4  # elements: every index vector starts at a multiple of 16 bytes
 def is_aligned(tensor: Tensor, unit: int = _VECTOR) -> bool:
     """Return whether rows are dense, start at multiples of `unit` bytes, and no dimension is expanded."""
     *strides, last = tensor.stride()
+    if last != 1 or tensor.data_ptr() % unit:
+        return False
     step = unit // tensor.element_size()
-    return last == 1 and tensor.data_ptr() % unit == 0 and all(s > 0 and s % step == 0 for s in strides)
+    return all(s > 0 and s % step == 0 for s in strides)
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ aligned at the bottom right. Some spread NaN from the next packed document.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -112,7 +112,14 @@ class _MaskedTokens(NamedTuple):
 
 def _seen(pattern: PackedPattern, queries: int, keys: int) -> Rectangle | None:
     """Return the queries that see a key and the keys that are seen, for a band or the first such segment; else None."""
+    if isinstance(pattern, Band):
+        return _seen_of_band(pattern, queries, keys)
     return next(rectangles(pattern, queries, keys), None)
+
+
+@lru_cache(maxsize=256)
+def _seen_of_band(band: Band, queries: int, keys: int) -> Rectangle | None:
+    return next(rectangles(band, queries, keys), None)
 
 
 def _places(pattern: Segments, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
