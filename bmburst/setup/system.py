@@ -192,11 +192,7 @@ def nccl_packages(name: str, installed: Any = metadata) -> Finding:
 
 
 def shared_files(owned: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the files that more than one package owns.
-
-    Args:
-        owned: Each package's files.
-    """
+    """Return the files that more than one package owns."""
     owners = Counter(path for files in owned.values() for path in set(files))
     return sorted(path for path, count in owners.items() if count > 1)
 
