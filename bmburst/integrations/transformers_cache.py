@@ -360,7 +360,7 @@ def _require_cacheable(model: PreTrainedModel, mesh: Mesh, token: Tensor) -> Non
     number_layers(model)
     cache = SplitCache(model.config, mesh)
     for layer in cache.split_layers:
-        layer.share(CacheSplit.choose("tokens", 1, 0, 1, 1))  # no communication, which might fail for other reasons
+        layer.split = CacheSplit.choose("tokens", 1, 0, 1, 1)  # no communication, which might fail for other reasons
     try:
         cache._run(model, token)
     except (RuntimeError, ValueError) as error:  # what is cached has another layout, or is changed later
