@@ -73,12 +73,7 @@ def not_a_number(what: str, dtype: object) -> UserError:
 
 
 def with_fix(error: UserError, fix: str) -> UserError:
-    """Return the error with another fix instead of its own.
-
-    Args:
-        error: The error.
-        fix: The new fix, without "fix: ".
-    """
+    """Return the error with another fix instead of its own, which is given without "fix: "."""
     lines = [line for line in str(error).split("\n") if not line.startswith("fix: ")]
     return UserError("\n".join([*lines, f"fix: {fix}"]))
 

@@ -134,11 +134,6 @@ def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bo
 def write_text(option: str, path: Path, text: str) -> None:
     """Write a file atomically, after `require_file` has checked it.
 
-    Args:
-        option: The option that names the file, for messages.
-        path: The file.
-        text: Its text.
-
     Raises:
         UserError: It cannot be written.
     """

@@ -57,11 +57,6 @@ def triton_module(name: str, machine: Machine = HERE) -> Any | None:
 def import_package(module: str, kernel: str, load: Callable[[str], ModuleType] = importlib.import_module) -> ModuleType:
     """Import a module of a package, which takes seconds the first time.
 
-    Args:
-        module: Name of the module.
-        kernel: Name of the kernel that needs it.
-        load: Imports a module by its name.
-
     Raises:
         KernelError: The package is installed, but the module cannot be imported.
     """

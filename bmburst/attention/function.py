@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, Executor, SequenceCall
-from bmburst.attention.options import gradient_signature, no_autocast, require_dense
+from bmburst.attention.options import gradient_signature, no_autocast, require_tensor
 from bmburst.comm.checks import describe_tensors
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
@@ -150,12 +150,7 @@ def check_sink(q: Tensor, sink: Tensor) -> tuple[None, str]:
     Raises:
         UserError: The sink has the wrong type, shape, dtype or device.
     """
-    if not isinstance(sink, Tensor):
-        raise UserError(
-            f"sink must be a torch tensor, got {type(sink).__name__}\n"
-            "allowed: [heads], one number a query head\nfix: sink = torch.as_tensor(sink)"
-        )
-    require_dense("sink", sink)
+    require_tensor("sink", sink, "[heads], one number a query head")
     described = f"attention with a sink\nsink {describe_tensors(sink)}\nsink {gradient_signature(sink)}"
     if not isinstance(q, Tensor) or q.dim() != 4:
         return None, described

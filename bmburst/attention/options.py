@@ -83,11 +83,7 @@ def require_scale(scale: float | None) -> None:
     Raises:
         UserError: It is neither None nor a positive number that float32 holds.
     """
-    if scale is not None and not _is_positive(scale):
-        raise UserError(
-            f"scale must be a positive number that float32 holds, got {short_text(scale)}\n"
-            "fix: None means 1 / sqrt(head_dim)"
-        )
+    _require_positive("scale", scale, "None means 1 / sqrt(head_dim)")
 
 
 def require_softcap(softcap: float | None) -> None:
@@ -96,26 +92,37 @@ def require_softcap(softcap: float | None) -> None:
     Raises:
         UserError: It is neither None nor a positive number that float32 holds.
     """
-    if softcap is not None and not _is_positive(softcap):
-        raise UserError(
-            f"softcap must be a positive number that float32 holds, got {short_text(softcap)}\n"
-            "fix: None, which leaves scores as they are"
-        )
+    _require_positive("softcap", softcap, "None, which leaves scores as they are")
 
 
-def _is_positive(value: object) -> bool:
-    """Return whether the value is a number above 0 in the range of float32, in which kernels take it."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return False
+def _require_positive(name: str, value: object, fix: str) -> None:
+    """Check that a value is None or above 0 in the range of float32, in which kernels take it."""
     try:
-        return _FLOAT32.tiny <= float(value) <= _FLOAT32.max
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        fits = value is None or (is_number and _FLOAT32.tiny <= float(value) <= _FLOAT32.max)  # type: ignore[arg-type]
     except OverflowError:  # an int may be larger than any float
-        return False
+        fits = False
+    if not fits:
+        raise UserError(f"{name} must be a positive number that float32 holds, got {short_text(value)}\nfix: {fix}")
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
     """Return the factor on the scores of queries `[..., head_dim]`: `scale`, or the default for None."""
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def require_tensor(name: str, value: object, shape: str) -> None:
+    """Check that an input of this shape, in words, is a dense tensor.
+
+    Raises:
+        UserError: It is none, or nested or sparse.
+    """
+    if not isinstance(value, Tensor):
+        raise UserError(
+            f"{name} must be a torch tensor, got {type(value).__name__}\n"
+            f"allowed: {shape}\nfix: {name} = torch.as_tensor({name})"
+        )
+    require_dense(name, value)
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
@@ -167,12 +174,7 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool = False) 
         UserError: Attention does not support them.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise UserError(
-                f"{name} must be a torch tensor, got {type(tensor).__name__}\n"
-                f"allowed: [batch, local_tokens, heads, head_dim]\nfix: {name} = torch.as_tensor({name})"
-            )
-        require_dense(name, tensor)
+        require_tensor(name, tensor, "[batch, local_tokens, heads, head_dim]")
         require_own_memory(name, tensor)
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise UserError(

@@ -176,15 +176,11 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
 )
 
 
-def preset(name: str, kind: str = "preset") -> LlamaConfig:
+def preset(name: str) -> LlamaConfig:
     """Return the named configuration.
-
-    Args:
-        name: The preset.
-        kind: Word for a preset in the error message.
 
     Raises:
         UserError: There is no preset of that name; the message suggests the closest name.
     """
-    require_known(kind, name, PRESETS, "bmburst train --help")
+    require_known("preset", name, PRESETS, "bmburst train --help")
     return PRESETS[name]

@@ -32,11 +32,12 @@ from bmburst.checkpoint.four_bit import Dequantized, quantized_piece
 from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center, model_center_name
 from bmburst.checkpoint.sharded_files import (
     Contents,
+    GatheredTensors,
     ShardedTensor,
     TensorGroup,
     on_every_rank,
+    os_error_as_user_error,
     parts_of,
-    save_together,
 )
 from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
@@ -346,7 +347,8 @@ def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None
     Raises:
         UserError: On all ranks, if a rank cannot write.
     """
-    return save_together(Path(directory), contents(model, part_bytes=part_bytes))
+    with os_error_as_user_error(Path(directory)):
+        return contents(model, part_bytes=part_bytes).write(Path(directory), GatheredTensors())
 
 
 def _require_weights(

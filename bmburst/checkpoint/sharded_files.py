@@ -212,16 +212,6 @@ def owners_of(sizes: Sequence[int], writers: int, part_bytes: int) -> list[int]:
     return owners
 
 
-def save_together(folder: Path, contents: Contents) -> dict[str, int]:
-    """Write a directory of weights while nothing else runs. Every rank must call it; see `Contents.write`.
-
-    Raises:
-        UserError: On all ranks, if a rank cannot write.
-    """
-    with os_error_as_user_error(folder):
-        return contents.write(folder, GatheredTensors())
-
-
 def _write_group(folder: Path, group: TensorGroup, source: TensorSource) -> dict[str, int]:
     """Write `STEM.safetensors`, or for large models its parts and their index, named as by Hugging Face."""
     import bmtrain as bmt

@@ -196,10 +196,6 @@ class SafetensorsWriter:
 def save_mapped(source: Path, path: Path) -> None:
     """Write the tensors of a safetensors file with `torch.save`. They are mapped, so that memory holds none of them.
 
-    Args:
-        source: The safetensors file.
-        path: File to create or replace.
-
     Raises:
         OSError: It cannot be written.
     """

@@ -6,7 +6,6 @@ writes it without torch.
 
 import argparse
 import math
-import shlex
 import sys
 from collections.abc import Mapping
 from itertools import islice
@@ -338,19 +337,16 @@ def _is_recipe(path: Path) -> bool:
 
 
 def _command(best: "Prediction", settings: Mapping[str, Any], path: str) -> str:
+    from bmburst.plan.presentation import started
     from bmburst.train.sources import PLACEHOLDER
 
-    task, words = best.candidate.task, ["train", "--config", path]
+    words = ["train", "--config", path]
     if str(settings.get("init_from", "")).startswith(PLACEHOLDER):
         words += ["--init-from", "DIR"]
     data = settings.get("data") or {}
     for name, more in (("source", ["--data", "FILE"]), ("tokenizer", ["--data.tokenizer", "DIR"])):
         words += more if str(data.get(name, "")).startswith(PLACEHOLDER) else []
-    if task.nodes == 1:
-        return shlex.join(["bmburst", *words])
-    launch = f"torchrun --nnodes {task.nodes} --nproc-per-node {task.gpus_per_node}"
-    rest = shlex.join(["-m", "bmburst", *words, "--output", "runs/planned", "--resume", "auto"])
-    return f"{launch} --node-rank $RANK_OF_NODE --master-addr $FIRST_NODE {rest}"
+    return started(best.candidate.task, words)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -376,9 +376,9 @@ def _told(mine: str, theirs: str) -> str:
     """Return the call, and the lines of `mine` that differ from `theirs`."""
     (call, *facts), (their_call, *others) = mine.split("\n"), theirs.split("\n")
     if call != their_call:
-        return _end(call, _SHOWN)
+        return _end(call)
     differing = [_brief(a, b) for a, b in zip_longest(facts, others, fillvalue="") if a != b]
-    return _end(f"{call} {', '.join(differing)}", _SHOWN)
+    return _end(f"{call} {', '.join(differing)}")
 
 
 def _brief(mine: str, theirs: str) -> str:
@@ -391,5 +391,5 @@ def _brief(mine: str, theirs: str) -> str:
     return text if len(text) <= _FACT else f"{text[: _FACT - _TAIL]}{_GAP}{text[-_TAIL:]}"
 
 
-def _end(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - len(_GAP)]}{_GAP}"
+def _end(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - len(_GAP)]}{_GAP}"

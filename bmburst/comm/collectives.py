@@ -229,7 +229,7 @@ class BMTrainCommunicator(MessageMover):
         import bmtrain.nccl as nccl
 
         self._nccl: Any = nccl
-        self._handle = handle
+        self.handle: Any = handle
         self._stream: Any = torch.cuda.Stream(priority=-1)  # high: transfers are short, and long kernels wait for them
         self.rank: int = nccl.commRank(handle)
         self.size: int = nccl.commCount(handle)
@@ -237,11 +237,6 @@ class BMTrainCommunicator(MessageMover):
         self._device = torch.device("cpu" if on_host else "cuda")
         self._has_started = False
         """Whether the side stream has work that the current stream has not waited for."""
-
-    @property
-    def handle(self) -> Any:
-        """BMTrain's communicator."""
-        return self._handle
 
     @property
     def is_world(self) -> bool:
@@ -265,8 +260,8 @@ class BMTrainCommunicator(MessageMover):
 
         def operations() -> None:
             for outgoing, incoming in zip(sent, received, strict=True):
-                self._nccl.send(FlatStorage(bytes_of(outgoing)), to, self._handle)
-                self._nccl.recv(FlatStorage(bytes_of(incoming)), source, self._handle)
+                self._nccl.send(FlatStorage(bytes_of(outgoing)), to, self.handle)
+                self._nccl.recv(FlatStorage(bytes_of(incoming)), source, self.handle)
 
         return self._start(operations, received, sent)
 
@@ -304,7 +299,7 @@ class BMTrainCommunicator(MessageMover):
         sent = tensor.detach().contiguous()
         received = sent.new_empty((self.size, *sent.shape))
         return self._start(
-            lambda: self._nccl.allGather(FlatStorage(bytes_of(sent)), FlatStorage(bytes_of(received)), self._handle),
+            lambda: self._nccl.allGather(FlatStorage(bytes_of(sent)), FlatStorage(bytes_of(received)), self.handle),
             (received,),
             (sent,),
         )
@@ -314,7 +309,7 @@ class BMTrainCommunicator(MessageMover):
         sent = tensor.detach().contiguous()
         received = sent.new_empty(sent.shape[1:])
         return self._start(
-            lambda: self._nccl.reduceScatter(FlatStorage(sent), FlatStorage(received), "sum", self._handle),
+            lambda: self._nccl.reduceScatter(FlatStorage(sent), FlatStorage(received), "sum", self.handle),
             (received,),
             (sent,),
         )
@@ -323,7 +318,7 @@ class BMTrainCommunicator(MessageMover):
         """See `Communicator.all_reduce`."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         return self._start(
-            lambda: self._nccl.allReduce(FlatStorage(total), FlatStorage(total), "sum", self._handle), (total,), ()
+            lambda: self._nccl.allReduce(FlatStorage(total), FlatStorage(total), "sum", self.handle), (total,), ()
         )
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], held: tuple[Tensor, ...]) -> Transfer:
@@ -333,9 +328,9 @@ class BMTrainCommunicator(MessageMover):
         """Send message r to rank r and receive the message of rank r; empty messages are skipped."""
         for peer, (sent, received) in enumerate(zip(outgoing, incoming, strict=True)):
             if sent.numel():
-                self._nccl.send(FlatStorage(sent), peer, self._handle)
+                self._nccl.send(FlatStorage(sent), peer, self.handle)
             if received.numel():
-                self._nccl.recv(FlatStorage(received), peer, self._handle)
+                self._nccl.recv(FlatStorage(received), peer, self.handle)
 
     def _start(
         self, operations: Callable[[], None], received: tuple[Tensor, ...], sent: tuple[Tensor, ...]

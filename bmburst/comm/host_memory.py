@@ -77,11 +77,7 @@ class HostMemory:
         self._thread: ThreadPoolExecutor | None = None
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Start to prepare blocks in this order, after the blocks of earlier calls.
-
-        Args:
-            sizes: Bytes of each block.
-        """
+        """Start to prepare blocks in this order, after the blocks of earlier calls."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-memory")
         device = torch.cuda.current_device() if torch.cuda.is_available() else None

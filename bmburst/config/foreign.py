@@ -27,7 +27,7 @@ class Key:
     only: tuple[Any, ...] | None = None
 
     def __str__(self) -> str:
-        return self.does if self.only is None else f"{self.does}; only {', '.join(map(json_text, self.only))}"
+        return self.does if self.only is None else f"{self.does}; only {', '.join(map(json.dumps, self.only))}"
 
 
 def keys(names: Iterable[str], does: str, *only: Any) -> dict[str, Key]:
@@ -60,10 +60,5 @@ def require_keys(values: Mapping[str, Any], known: Mapping[str, Key], what: str,
                 f"fix: remove the key if it has no effect; else {fix}"
             )
         if entry.only is not None and not any(value == allowed for allowed in entry.only):
-            allowed = ", ".join(map(json_text, entry.only))
+            allowed = ", ".join(map(json.dumps, entry.only))
             raise UserError(f"{key} {shown(value)} of {what} is not supported\nallowed: {allowed}\nfix: {fix}")
-
-
-def json_text(value: Any) -> str:
-    """Return a value as JSON writes it."""
-    return json.dumps(value)

@@ -91,10 +91,6 @@ def unused_names(found: TokenFile | Text, form: RecordFormat) -> bool:
 
     Text has no records, and plain text, texts in an array and token files have no field of text. Whether records have
     the names is seen when they are read.
-
-    Args:
-        found: The data.
-        form: The names.
     """
     if isinstance(found, TokenFile):
         return form.names_text or not form.is_default

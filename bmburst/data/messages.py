@@ -290,10 +290,6 @@ def written_as_data(text: str, messages: tuple[Message, ...]) -> str | None:
 
     A template that knows no parts of a content writes them as Python does, and one that writes arguments of tool calls
     as JSON writes those that are JSON text already with two quotations.
-
-    Args:
-        text: The rendered text.
-        messages: The messages.
     """
     for number, message in enumerate(messages, 1):
         content = message.get("content")

@@ -296,7 +296,8 @@ def _turn(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 def _counts(weights: Sequence[float]) -> list[int]:
     """Return the smallest integers in the ratio of the weights; rounded if their sum exceeds `_MOST_TURN`."""
-    ratios = [_decimal(weight) for weight in weights]
+    # The decimal fraction of a float: 0.3 is 3 / 10, not its exact binary value.
+    ratios = [Fraction(repr(float(weight))).as_integer_ratio() for weight in weights]
     scale = math.lcm(*(below for _, below in ratios))
     whole = [above * scale // below for above, below in ratios]
     shared = math.gcd(*whole)
@@ -304,11 +305,6 @@ def _counts(weights: Sequence[float]) -> list[int]:
     if sum(whole) > _MOST_TURN:
         whole = [max(1, round(_MOST_TURN * each / sum(whole))) for each in whole]
     return whole
-
-
-def _decimal(weight: float) -> tuple[int, int]:
-    """Return the decimal fraction of a float: 0.3 as (3, 10), not as its exact binary value."""
-    return Fraction(repr(float(weight))).as_integer_ratio()
 
 
 def mixed(corpus: TokenFile | MixedFiles, make: Callable[[TokenFile], Sequences]) -> Sequences:

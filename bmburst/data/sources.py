@@ -147,7 +147,7 @@ def _directory(root: Path, on_skip: Callable[[str], object]) -> list[SourceFile]
     others, refused = Counter[str](), list[OSError]()
     found = []
     for path in _walk(root, on_error=refused.append):
-        if _is_read(path):
+        if plain_suffix(path) in _READ_SUFFIXES and path.is_file():
             found.append(SourceFile(path=path, name=str(path), kind=_kind(path, named=False), named=False))
         else:
             others[_kind_of(path)] += 1
@@ -220,11 +220,6 @@ def _walk(
         folders[:] = [f for f in folders if not f.startswith(".") and f != "__pycache__" and f not in leave_out]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
-
-
-def _is_read(path: Path) -> bool:
-    """Return whether a file of a folder is read as text: by its suffix."""
-    return plain_suffix(path) in _READ_SUFFIXES and path.is_file()
 
 
 def _listed(kinds: Counter[str]) -> str:

@@ -101,11 +101,6 @@ def lengths(data: Data, name: str, batch: int, length: int) -> Tensor:
 def relations(data: Data, whole: Mapping[str, Tensor], real: Tensor) -> Tensor:
     """Return CPM-Bee's relations between all segments of each sample, int32 `[batch, entries]`.
 
-    Args:
-        data: The batch.
-        whole: Its vectors.
-        real: Number of real tokens of each sequence.
-
     Raises:
         UserError: A token refers to relations that are not in the batch.
     """

@@ -163,12 +163,6 @@ def require_understood(
 
     Fields and parameters that are defined outside of transformers and TRL are the caller's own.
 
-    Args:
-        trainer: The Trainer, made.
-        options: Names of its arguments that are set.
-        exact: The arguments of which some values are exact.
-        known: The arguments that were read.
-
     Raises:
         UserError: A value is not exact on split sequences, or an argument of transformers or TRL is set that was not
             read.

@@ -6,6 +6,7 @@ reaches every layer through gradient checkpointing, FSDP2 and DDP. Code that use
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from inspect import getclosurevars
@@ -152,23 +153,19 @@ class SequenceMask:
             )
         last = Causal() if near.window is None or near.window >= self.longest else SlidingWindow(near.window)
         masks = tuple(_joined(last, part) for part in documents) or (last,)
-        return self._but(mask=masks[0] if len(masks) == 1 else masks, near=near)
+        return self._but(mask=masks[0] if len(masks) == 1 else masks, near=near, query_scale=None)
 
     def behind(self, start: int) -> "SequenceMask":
         """Return the mask of a turn behind `start` tokens in a split cache."""
-        found = self._but()
-        found.start = start
-        return found
+        return self._but(start=start, mask=None, near=ALL, query_scale=None)
 
     def scaled(self, query_scale: Tensor) -> "SequenceMask":
         """Return the mask of layers whose queries are multiplied by a factor before attention."""
-        return self._but(mask=self.mask, near=self.near, query_scale=query_scale)
+        return self._but(query_scale=query_scale)
 
     def laid_out(self, layout: str) -> "SequenceMask":
         """Return the mask of the same layers in another layout, for queries, keys and values in that layout."""
-        found = self._but(mask=self.mask, near=self.near, query_scale=self.query_scale)
-        found.options = replace(self.options, layout=layout)
-        return found
+        return self._but(options=replace(self.options, layout=layout))
 
     def places(self) -> Tensor:
         """Return the place of each local token in its document, int64 `[samples or 1, local_tokens]`.
@@ -187,16 +184,9 @@ class SequenceMask:
         return torch.from_numpy(tokens - np.stack(starts) + self.start).to(self.comm.device)
 
     def _but(self, **changed: Any) -> "SequenceMask":
-        batch, _, tokens, _ = self.shape
-        return SequenceMask(
-            comm=self.comm,
-            options=self.options,
-            shape=(batch, tokens),
-            length=self.length,
-            documents=self.documents,
-            start=self.start,
-            **changed,
-        )
+        found = copy(self)
+        vars(found).update(changed)
+        return found
 
     def attend(
         self,

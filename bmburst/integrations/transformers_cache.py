@@ -30,6 +30,7 @@ from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, StateAndSplitLayer, StateLayer, no_beams
 from bmburst.integrations.transformers_latent import LatentLayer, caches_latents
+from bmburst.integrations.transformers_layers import models_in
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_recurrent import mixers, number_layers
 from bmburst.integrations.transformers_rotary import one_length, own_frequencies
@@ -283,9 +284,10 @@ def generate(
                 f"the cache of transformers {__version__} has no states for the recurrent layers of "
                 f"{model.config.model_type}\nfix: transformers 5.23, or model.generate on one rank"
             )
-        if mixers(model) and not cache.split_layers and cache_argument(_inner(model)) == "past_key_values":
+        inner = models_in(model)[0]
+        if mixers(model) and not cache.split_layers and cache_argument(inner) == "past_key_values":
             raise UserError(
-                f"{type(_inner(model)).__name__} cannot generate without a layer of attention, also in transformers\n"
+                f"{type(inner).__name__} cannot generate without a layer of attention, also in transformers\n"
                 "fix: a layer of attention in layer_types"
             )
         cache.require_behind(input_ids)
@@ -308,7 +310,7 @@ def generate(
 
     with mesh.sequence.checking():
         cache = mesh.sequence.decided(decide)
-    input_ids, inner = input_ids.to(mesh.sequence.device), _inner(model)
+    input_ids, inner = input_ids.to(mesh.sequence.device), models_in(model)[0]
     if not cache.get_seq_length():
         _require_cacheable(inner, mesh, input_ids[:, :1])
     together = Together(mesh.sequence)
@@ -358,7 +360,7 @@ def _require_cacheable(model: PreTrainedModel, mesh: Mesh, token: Tensor) -> Non
     number_layers(model)
     cache = SplitCache(model.config, mesh)
     for layer in cache.split_layers:
-        layer.share(CacheSplit.choose("tokens", 1, 0, 1, 1))  # no communication, which might fail for other reasons
+        layer.split = CacheSplit.choose("tokens", 1, 0, 1, 1)  # no communication, which might fail for other reasons
     try:
         cache._run(model, token)
     except (RuntimeError, ValueError) as error:  # what is cached has another layout, or is changed later
@@ -368,11 +370,6 @@ def _require_cacheable(model: PreTrainedModel, mesh: Mesh, token: Tensor) -> Non
             f"{type(model).__name__} computes with keys or values after it has cached them, which a split cache does "
             'not allow\nfix: model.set_attn_implementation("eager"), and model.generate: a whole cache on each rank'
         ) from error
-
-
-def _inner(model: torch.nn.Module) -> PreTrainedModel:
-    """Return the outermost model of transformers, without wrappers such as PEFT's."""
-    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def _require_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:

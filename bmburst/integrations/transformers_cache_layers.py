@@ -42,15 +42,11 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, mesh: Mesh, split: CacheSplit) -> None:
         super().__init__()
-        self._mesh, self._split, self.length = mesh, split, 0
+        self._mesh, self.split, self.length = mesh, split, 0
         self.prefilling: int | None = None
         """Number of tokens of the split prompt in prefill; None while all ranks get the same tokens."""
         self.relay: Relay | None = None
         """Set in a prefill whose tokens are not split as the cache is."""
-
-    def share(self, split: CacheSplit) -> None:
-        """Set the tokens that this rank caches, before the first of them."""
-        self._split = split
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `CacheLayerMixin`."""
@@ -74,7 +70,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _store(self, **states: Tensor) -> None:
         """Append this rank's tokens of `[batch, heads, tokens, width]` to the memory of each name."""
-        split, there = self._split, self._split.tokens(self.length)
+        split, there = self.split, self.split.tokens(self.length)
         new = next(iter(states.values())).shape[2] if self.prefilling is None else self.prefilling
         own = split.tokens(self.length + new) - there
         first = 0 if self.prefilling is not None else (split.token_group - self.length) % split.token_groups
@@ -124,7 +120,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         if values is not self.values:
             raise NotSplit("the values are not those that the split cache returned\nfix: another model")
-        split, new = self._split, query.shape[2]
+        split, new = self.split, query.shape[2]
         wide = accumulation_dtype(query.dtype)
         outs = []
         for position in range(self.length - new, self.length):
@@ -167,12 +163,12 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
     def cached_before(self, memory: Tensor) -> Tensor:
         """Return this rank's tokens of all earlier turns in `keys` or `values`, in a prefill."""
         assert self.prefilling is not None
-        return memory[:, : self._split.tokens(self.length - self.prefilling)]
+        return memory[:, : self.split.tokens(self.length - self.prefilling)]
 
     def merge(self, call: AttentionCall, q: Tensor, keys: Tensor, values: Tensor, near: Near, into: Partial) -> None:
         """Merge attention to the given keys and values of all earlier turns; see `merge_earlier`."""
         assert self.prefilling is not None
-        split, start = self._split, self.length - self.prefilling
+        split, start = self.split, self.length - self.prefilling
         span = Span(start, start + q.shape[1] * split.token_groups)
         mask = near.mask(span.stop)
         tiles = [striped_tiles(split, span, start, source, mask) for source in range(split.token_groups)]

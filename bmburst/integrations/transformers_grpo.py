@@ -30,6 +30,7 @@ from bmburst.integrations.grpo_arguments import ALLOWED, ARGUMENTS
 from bmburst.integrations.grpo_rows import Rows, Values, as_documents, as_trees, rows_of_ranks
 from bmburst.integrations.trainer_arguments import is_library, require_trl, require_understood
 from bmburst.integrations.transformers import NAME, SplitSequences
+from bmburst.integrations.transformers_layers import outermost
 from bmburst.integrations.transformers_models import require_splittable
 from bmburst.integrations.transformers_recurrent import require_layout
 from bmburst.integrations.transformers_router import require_router_loss, router_share, router_shares
@@ -289,7 +290,7 @@ def _shared_rows(trainer: Any, rows: list[dict[str, Tensor]]) -> Iterator[_OwnRo
 @contextmanager
 def _attention(model: nn.Module, name: str) -> Iterator[None]:
     """Inside this block, a model has another attention if it has bmburst's."""
-    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    found = outermost(model)
     if found is None or found.config._attn_implementation != NAME:
         yield
         return

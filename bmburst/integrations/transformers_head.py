@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from bmburst.errors import UserError
+from bmburst.integrations.transformers_layers import outermost
 from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.errors import first_order
 from bmburst_ops.linear_cross_entropy import num_chunks
@@ -150,9 +150,9 @@ class _Head:
 def _plain_head(model: nn.Module) -> nn.Linear | None:
     """Return the head of a causal LM if it is a plain linear layer and no compiled graph contains it, else None."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []  # other values are refused by the call
-    outermost = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
+    whole = outermost(model)
     try:
-        head = None if outermost is None else outermost.get_output_embeddings()
+        head = None if whole is None else whole.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
     # FSDP2 replaces a module's class by a subclass, which inherits forward.

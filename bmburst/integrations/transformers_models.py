@@ -16,7 +16,13 @@ from bmburst.errors import UserError
 from bmburst.integrations.transformers_adapters import require_adapters
 from bmburst.integrations.transformers_attention import NAME
 from bmburst.integrations.transformers_latent import attach_latents
-from bmburst.integrations.transformers_layers import attach_attention, calls_registry, changed_attention
+from bmburst.integrations.transformers_layers import (
+    attach_attention,
+    calls_registry,
+    changed_attention,
+    models_in,
+    outermost,
+)
 from bmburst.integrations.transformers_recurrent import LAYER_TYPES, attach, is_read, mixers, unread
 from bmburst.integrations.transformers_rotary import require_one_frequency
 from bmburst.recompute import checkpoint
@@ -53,7 +59,7 @@ def require_splittable(
         UserError: It is not a model of transformers, uses another attention, mixes tokens elsewhere, or has adapters,
             losses or rotary frequencies that depend on the tokens of a rank.
     """
-    parts = _parts(model)
+    parts = models_in(model)
     if not parts:
         raise UserError(
             f"{type(model).__name__} contains no model of transformers\nfix: give a PreTrainedModel, wrapped or not"
@@ -76,7 +82,7 @@ def require_rows(model: torch.nn.Module, largest: int | None) -> None:
         UserError: The embedding has fewer rows.
     """
     try:  # the weight's shape may have changed by sharding
-        rows = getattr(_parts(model)[0].get_input_embeddings(), "num_embeddings", None)
+        rows = getattr(models_in(model)[0].get_input_embeddings(), "num_embeddings", None)
     except NotImplementedError:  # the model does not define its input embeddings
         rows = None
     if largest is not None and rows is not None and largest >= rows:
@@ -92,16 +98,16 @@ def require_next_token_loss(model: torch.nn.Module) -> None:
     Raises:
         UserError: It is another loss, such as that of a classification, or one that the caller has set.
     """
-    outermost = next(iter(_parts(model)), None)
-    if getattr(outermost, "_loss_function", ForCausalLMLoss) is not ForCausalLMLoss:
+    whole = outermost(model)
+    if getattr(whole, "_loss_function", ForCausalLMLoss) is not ForCausalLMLoss:
         raise UserError(
-            f"loss_function of {type(outermost).__name__} was set, but the loss of a split sequence is the next token's"
+            f"loss_function of {type(whole).__name__} was set, but the loss of a split sequence is the next token's"
             "\nfix: leave it out; or a loss of your own from part.logps(model) or part.logits(model)"
         )
-    kind = getattr(outermost, "loss_type", None)
+    kind = getattr(whole, "loss_type", None)
     if kind is not None and LOSS_MAPPING.get(kind) is not ForCausalLMLoss:
         raise UserError(
-            f"the loss of {type(outermost).__name__} is {kind}, but that of a split sequence is the next token's\n"
+            f"the loss of {type(whole).__name__} is {kind}, but that of a split sequence is the next token's\n"
             "fix: AutoModelForCausalLM; if the loss is a sum over tokens, your own loss of part.logits(model)"
         )
 
@@ -140,15 +146,9 @@ def _own_table(model: PreTrainedModel) -> str | None:
     return next((name for name in tables if "eager" in values[name] and NAME not in values[name]), None)
 
 
-def _parts(model: object) -> list[PreTrainedModel]:
-    """Return the models of transformers in a module, the outermost first."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return [module for module in modules if isinstance(module, PreTrainedModel)]
-
-
 def _other_media(model: PreTrainedModel) -> set[int]:
     """Return the ids of the modules in a model that read images or sounds: text does not reach them."""
-    inner = (part for part in _parts(model)[1:] if part.main_input_name != "input_ids")
+    inner = (part for part in models_in(model)[1:] if part.main_input_name != "input_ids")
     return {id(module) for part in inner for module in part.modules()}
 
 

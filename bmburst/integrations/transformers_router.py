@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from bmburst.comm.communicator import Communicator
 from bmburst.errors import UserError
+from bmburst.integrations.transformers_layers import outermost
 
 _NAME, _MARK = "load_balancing_loss_func", "over_ranks"
 _READ = "011f7aa3f7fd"
@@ -30,8 +30,8 @@ _READ = "011f7aa3f7fd"
 
 def asks_router_loss(model: object, inputs: Mapping[str, object]) -> bool:
     """Return whether a call of a model adds its router's loss to its own: by an argument, or by its configuration."""
-    asked, outermost = inputs.get("output_router_logits"), _outermost(model)
-    config = None if outermost is None else outermost.config.get_text_config()
+    asked, whole = inputs.get("output_router_logits"), outermost(model)
+    config = None if whole is None else whole.config.get_text_config()
     return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
 
 
@@ -41,11 +41,11 @@ def require_router_loss(model: object, *, is_tree: bool) -> None:
     Raises:
         UserError: It is not the function that was read, or rows share tokens.
     """
-    function, outermost = vars(_module(model)).get(_NAME), _outermost(model)
+    function, whole = vars(_module(model)).get(_NAME), outermost(model)
     was_read = function is not None and _digest(function) == _READ
-    if not was_read or getattr(outermost, "router_aux_loss_coef", None) is None:
+    if not was_read or getattr(whole, "router_aux_loss_coef", None) is None:
         raise UserError(
-            f"the router's loss of {type(outermost).__name__} was not read\n"
+            f"the router's loss of {type(whole).__name__} was not read\n"
             "allowed: that of Mixtral, Qwen3-MoE and others, over all layers\nfix: config.output_router_logits = False"
         )
     if is_tree:
@@ -115,7 +115,7 @@ def router_loss(model: object, share: Tensor, part: Tensor, total: Tensor | int,
         ranks: Number of all ranks.
     """
     weight = part / (total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1))
-    coefficient: float = getattr(_outermost(model), "router_aux_loss_coef")  # noqa: B009
+    coefficient: float = getattr(outermost(model), "router_aux_loss_coef")  # noqa: B009
     return (ranks * coefficient) * weight * share
 
 
@@ -136,14 +136,9 @@ def _share(gate_logits: tuple[Tensor, ...], experts: int, top_k: int, real: Tens
     return experts * ((counts / tokens**2).to(sums.dtype) * sums).sum()
 
 
-def _outermost(model: object) -> PreTrainedModel | None:
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return next((module for module in modules if isinstance(module, PreTrainedModel)), None)
-
-
 def _module(model: object) -> Any:
     """Return the Python module of a model; FSDP2 replaces a module's class by a subclass."""
-    kinds = (sys.modules[kind.__module__] for kind in type(_outermost(model)).__mro__)
+    kinds = (sys.modules[kind.__module__] for kind in type(outermost(model)).__mro__)
     return next((module for module in kinds if _NAME in vars(module)), sys.modules[__name__])
 
 

@@ -128,13 +128,7 @@ def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subpro
 
 
 def rank_environment(spec: LaunchSpec, rank: int, address: StoreAddress) -> dict[str, str]:
-    """Return the environment variables of a rank, with the names that torchrun uses.
-
-    Args:
-        spec: The run.
-        rank: The rank's number.
-        address: Where the ranks find the run's store.
-    """
+    """Return the environment variables of a rank, with the names that torchrun uses."""
     facts = {
         "LOCAL_RANK": rank, "RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank, "ROLE_NAME": "default",
         "LOCAL_WORLD_SIZE": spec.nproc, "WORLD_SIZE": spec.nproc, "GROUP_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": spec.nproc,

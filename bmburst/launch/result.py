@@ -47,11 +47,6 @@ def launch_result(spec: LaunchSpec, outcome: Outcome, folder: Path) -> LaunchRes
 
     A hang is reported before anything else: the ranks that waited for the stuck rank fail after it. A rank that a
     signal killed is reported before an error in another rank: its peers fail because their connections break.
-
-    Args:
-        spec: The run.
-        outcome: How the ranks ended.
-        folder: The run's folder.
     """
     if _dumps(folder, "hang"):
         return LaunchResult(status=_FAILED, message=_hang_message(spec, outcome.stopped, folder))

@@ -11,9 +11,9 @@ from bmburst.amounts import require_flag, short_text
 from bmburst.attention.options import (
     MaskOption,
     gradient_signature,
-    require_dense,
     require_numbers,
     require_own_memory,
+    require_tensor,
 )
 from bmburst.comm.checks import CheckedCommunicator, describe_tensors
 from bmburst.comm.transports import device_name
@@ -116,12 +116,7 @@ def require_shapes(tensors: Mapping[str, Tensor], shapes: Shapes, words: Mapping
     """
     device: torch.device | None = None
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise UserError(
-                f"{name} must be a torch tensor, got {type(tensor).__name__}\nallowed: {words[name]}\n"
-                f"fix: {name} = torch.as_tensor({name})"
-            )
-        require_dense(name, tensor)
+        require_tensor(name, tensor, words[name])
         require_own_memory(name, tensor)
         require_numbers(name, tensor)
         wanted = shapes[name]

@@ -106,9 +106,6 @@ class OptimizerConfig:
 
         The default and all kinds are always allowed: they mean those that are trained.
 
-        Args:
-            trained: The kinds of the parameters that are trained.
-
         Raises:
             UserError: There is no weight decay (adapters' default is 0), or no parameter of a kind is trained.
         """

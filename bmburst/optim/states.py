@@ -111,17 +111,6 @@ def parts_of(shards: Sequence[NamedShard], seed: int) -> dict[Tensor, tuple[Part
     return {storage: tuple(parts) for storage, parts in found.items()}
 
 
-def keeps_remainders(weights: Tensor, kind: str, *, with_weights: bool = False) -> bool:
-    """Whether the fp32 master of weights is kept as their remainders.
-
-    Args:
-        weights: The weights.
-        kind: The type of state.
-        with_weights: Whether the state lies beside the weights, in host memory.
-    """
-    return weights.dtype == torch.bfloat16 and (with_weights or kind != "float32")
-
-
 def initial_state(
     weights: Tensor, device: torch.device, kind: str, parts: Sequence[Part], *, with_weights: bool = False
 ) -> dict[str, Any]:
@@ -132,7 +121,7 @@ def initial_state(
         device: Where the state lies.
         kind: The type of state.
         parts: The storage's parts.
-        with_weights: See `keeps_remainders`.
+        with_weights: Whether the state lies beside the weights, in host memory.
     """
 
     def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -145,7 +134,7 @@ def initial_state(
         state[name] = zeros(weights.shape, DTYPES[kind])
         if kind == "8bit":
             state[SCALES[name]] = zeros(blocks, torch.float32)
-    if keeps_remainders(weights, kind, with_weights=with_weights):
+    if weights.dtype == torch.bfloat16 and (with_weights or kind != "float32"):  # the rest of the fp32 master
         state[REMAINDER] = zeros(weights.shape, torch.int16)
     elif weights.dtype != torch.float32:
         # cast to fp32 on the target device, to save GPU memory

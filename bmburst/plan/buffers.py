@@ -54,13 +54,19 @@ class AttentionMemory:
 
     @cached_property
     def outside(self) -> float:
-        """See `held_outside`."""
-        return held_outside(self.candidate)
+        """Bytes of boxes outside torch's allocator, for the larger of both passes."""
+        way = self.candidate
+        if way.sequence == 1 or way.transport != "peer" or way.sequence_nodes > 1:
+            return 0.0
+        return max(self.forward.boxes, self.backward.boxes)
 
     @cached_property
     def in_graphs(self) -> float:
-        """See `held_by_graphs`."""
-        return held_by_graphs(self.candidate)
+        """Bytes that CUDA graphs of one-tile kernels hold for internal buffers of the kernels."""
+        own = self.candidate.sizes
+        if not own.records_kernels(self.candidate.transport, self.candidate.sequence_nodes):
+            return 0.0
+        return _kernel(self.candidate, own, 1.0, backward=True)
 
 
 def attention_memory(candidate: Candidate) -> AttentionMemory:
@@ -91,21 +97,6 @@ def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:
         more, more_boxes = outer(own, share, backward=backward)
         working, boxes = working + more, boxes + more_boxes
     return Buffers(results, kernel, working, boxes)
-
-
-def held_outside(candidate: Candidate) -> float:
-    """Return the bytes of boxes outside torch's allocator, for the larger of both passes."""
-    if candidate.sequence == 1 or candidate.transport != "peer" or candidate.sequence_nodes > 1:
-        return 0.0
-    return max(attention_buffers(candidate, backward=direction).boxes for direction in (False, True))
-
-
-def held_by_graphs(candidate: Candidate) -> float:
-    """Return the bytes that CUDA graphs of one-tile kernels hold for internal buffers of the kernels."""
-    own = candidate.sizes
-    if not own.records_kernels(candidate.transport, candidate.sequence_nodes):
-        return 0.0
-    return _kernel(candidate, own, 1.0, backward=True)
 
 
 def _kernel(candidate: Candidate, own: Sizes, share: float, *, backward: bool) -> float:

@@ -86,13 +86,7 @@ class Memory:
 
 
 def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> Memory:
-    """Return the peak memory of a step.
-
-    Args:
-        candidate: The way to train.
-        hardware: The machine.
-        operators: The operators between matrix products.
-    """
+    """Return the peak memory of a step."""
     if candidate.pipe > 1:
         stages = (_stage_memory(candidate, number, hardware, operators) for number in ends(candidate))
         return max(stages, key=lambda each: (each.lacking, each.total))

@@ -74,12 +74,17 @@ def options(candidate: Candidate) -> list[str]:
 def command(candidate: Candidate) -> str:
     """Return the shell command of a candidate; with several nodes, the command to run on each node."""
     task = candidate.task
+    ranks = ["--nproc", str(task.gpus)] if task.nodes == 1 else []
+    return started(task, ["train", *ranks, *options(candidate)])
+
+
+def started(task: Task, words: Sequence[str]) -> str:
+    """Return the shell command that starts `bmburst` with these words; with several nodes, the one of each node."""
     if task.nodes == 1:
-        return shlex.join(["bmburst", "train", "--nproc", str(task.gpus), *options(candidate)])
-    launch = ["torchrun", "--nnodes", str(task.nodes), "--nproc-per-node", str(task.gpus_per_node)]
-    places = ["--node-rank", "$RANK_OF_NODE", "--master-addr", "$FIRST_NODE"]
-    train = ["-m", "bmburst", "train", *options(candidate), "--output", "runs/planned", "--resume", "auto"]
-    return f"{shlex.join(launch)} {' '.join(places)} {shlex.join(train)}"
+        return shlex.join(["bmburst", *words])
+    launch = f"torchrun --nnodes {task.nodes} --nproc-per-node {task.gpus_per_node}"
+    own = shlex.join(["-m", "bmburst", *words, "--output", "runs/planned", "--resume", "auto"])
+    return f"{launch} --node-rank $RANK_OF_NODE --master-addr $FIRST_NODE {own}"
 
 
 PARTS = {declared.name: declared.name.replace("_", " ") for declared in fields(StepTime)}

@@ -108,13 +108,7 @@ def complete(found: Mapping[str, Fact], base: Mapping[str, Any], name: str) -> d
 
 
 def render(name: str, facts: Mapping[str, Fact], head: str) -> str:
-    """Return the text of a hardware file.
-
-    Args:
-        name: Name of the machine.
-        facts: All numbers.
-        head: Comment in the first line.
-    """
+    """Return the text of a hardware file."""
     lines = [f"# {head}", f"name = {_text(name)}"]
     for key in NUMBERS:
         fact = facts[key]
@@ -185,12 +179,7 @@ CPU = Scale(768, 32, (512, 128), 4, 1 << 25, torch.float32)
 
 
 def measure_device(device: torch.device, say: PrintLine) -> dict[str, Fact]:
-    """Return the numbers of a hardware file that one process can measure on a device.
-
-    Args:
-        device: A GPU, or the CPU.
-        say: Prints a line of progress.
-    """
+    """Return the numbers of a hardware file that one process can measure on a device."""
     scale = GPU if device.type == "cuda" else CPU
     found: dict[str, Fact] = {}
     say(f"products of {scale.matrix} x {scale.matrix} matrices")

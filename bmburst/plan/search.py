@@ -200,10 +200,6 @@ def choose_zero_group(over_all: Prediction, over_nodes: Prediction) -> Choice[in
     """Return the ZeRO group of `--parallel.zero_group auto`: that of nodes where it fits and saves `GROUP_GAIN`.
 
     The value is the ranks of a group; None: all ranks.
-
-    Args:
-        over_all: Prediction of a way that shards over all ranks.
-        over_nodes: Prediction of the same way, sharded within nodes.
     """
     ranks = over_nodes.candidate.shards
     times = f"predicted {over_nodes.seconds:.3g} s a step, {over_all.seconds:.3g} s over all ranks"

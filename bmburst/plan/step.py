@@ -83,13 +83,7 @@ class _Work:
 
 
 def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> StepTime:
-    """Return the predicted seconds of a step.
-
-    Args:
-        candidate: The way to train.
-        hardware: The machine.
-        operators: The operators between matrix products.
-    """
+    """Return the predicted seconds of a step."""
     if candidate.pipe > 1:
         return _pipeline_time(candidate, hardware, operators)
     return _step_time(candidate, hardware, operators, has_head=True)

@@ -190,9 +190,6 @@ class MeshShape:
     def require_zero_group(self, ranks: int) -> None:
         """Check that the ranks can be divided into ZeRO groups of neighbours, with whole tensor groups in each.
 
-        Args:
-            ranks: Ranks of a ZeRO group.
-
         Raises:
             UserError: They cannot; the message names all sizes that work.
         """

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from bmburst.amounts import array_of, as_whole, short_text
-from bmburst.attention.options import no_autocast, require_dense, require_numbers, require_own_memory
+from bmburst.attention.options import (
+    no_autocast,
+    require_dense,
+    require_numbers,
+    require_own_memory,
+    require_tensor,
+)
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError, one_line
 from bmburst.schedule.layout import Layout
@@ -46,12 +52,7 @@ def require_batch(tokens: Tensor, labels: Tensor | None, length: int) -> None:
         UserError: They are not.
     """
     for name, tensor in (("tokens", tokens), *([] if labels is None else [("labels", labels)])):
-        if not isinstance(tensor, Tensor):
-            raise UserError(
-                f"{name} must be a torch tensor, got {type(tensor).__name__}\n"
-                f"allowed: [batch, {length}]\nfix: torch.as_tensor({name})"
-            )
-        require_dense(name, tensor)
+        require_tensor(name, tensor, f"[batch, {length}]")
         require_numbers(name, tensor)
     shape = (len(tokens) if tokens.dim() else 0, length)
     if tokens.shape != shape or (labels is not None and labels.shape != shape):

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -178,7 +177,8 @@ def nccl_packages(name: str, installed: Any = metadata) -> Finding:
         if wanted is None:
             return Finding(name, "note", "none installed, none needed")
         return Finding(name, "broken", f"torch needs {wanted}, which is not installed", repair_command(installed))
-    shared = shared_files(owned)
+    owners = Counter(path for files in owned.values() for path in set(files))
+    shared = sorted(path for path, count in owners.items() if count > 1)
     if shared:
         both = " and ".join(sorted(owned))
         detail = f"{both} own the same files ({shared[0]}): one has overwritten the other"
@@ -189,16 +189,6 @@ def nccl_packages(name: str, installed: Any = metadata) -> Finding:
     if damaged and wanted is not None:
         return Finding(name, "broken", f"{damaged[0]} is gone or another package's", repair_command(installed))
     return Finding(name, "ok", ", ".join(f"{found} {installed.version(found)}" for found in sorted(owned)))
-
-
-def shared_files(owned: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the files that more than one package owns.
-
-    Args:
-        owned: Each package's files.
-    """
-    owners = Counter(path for files in owned.values() for path in set(files))
-    return sorted(path for path, count in owners.items() if count > 1)
 
 
 def repair_command(installed: Any = metadata) -> str:

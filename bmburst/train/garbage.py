@@ -29,10 +29,6 @@ def held_back() -> Iterator[None]:
 
 
 def collect_after(step: int) -> None:
-    """Collect garbage if it is time. Every rank calls it after each step.
-
-    Args:
-        step: Number of the step, the same on all ranks.
-    """
+    """Collect garbage if it is time. Every rank calls it after each step, with the same number."""
     if step % EVERY == 0:
         gc.collect()

@@ -48,11 +48,6 @@ def zero_group_for(config: TrainConfig, mesh: Mesh, local_size: int) -> Literal[
 
     For "auto" the links between nodes are measured, and rank 0 prints the choice, unless there is only one node.
 
-    Args:
-        config: The run.
-        mesh: Its ranks.
-        local_size: Ranks on this host.
-
     Returns:
         "world", or a smaller number of neighbouring ranks.
 
@@ -82,12 +77,7 @@ def zero_group_for(config: TrainConfig, mesh: Mesh, local_size: int) -> Literal[
 def zero_level_for(config: TrainConfig, mesh: Mesh, local_size: int) -> Literal[2, 3]:
     """Return the ZeRO stage of a run, the same on all ranks. Every rank calls it before the model is created.
 
-    For "auto" on GPUs, rank 0 prints the choice.
-
-    Args:
-        config: The run, with its ZeRO group.
-        mesh: Its ranks.
-        local_size: Ranks on this host.
+    For "auto" on GPUs, rank 0 prints the choice. The configuration has its ZeRO group already.
     """
     asked, size = config.parallel.zero_level, mesh.shape.size
     if asked != "auto":
@@ -242,12 +232,7 @@ def expected_memory(config: TrainConfig, ranks: int, per_host: int) -> Memory | 
     """Return the planner's estimate of a rank's memory on this host; None if the planner cannot estimate it.
 
     Without GPUs, it is the current memory of the process, including its weights, plus the planner's other tensors.
-    Temporary memory of CPU operators is not counted.
-
-    Args:
-        config: The run, with a recompute policy.
-        ranks: Number of ranks in total.
-        per_host: Ranks per host.
+    Temporary memory of CPU operators is not counted. The recompute policy may not be "auto".
     """
     on_gpu = torch.cuda.is_available()
     hardware = hardware_like(torch.cuda.get_device_name() if on_gpu else HOST)
@@ -259,12 +244,7 @@ def expected_memory(config: TrainConfig, ranks: int, per_host: int) -> Memory | 
 
 
 def offloaded_pieces(config: TrainConfig, ranks: int) -> list[int]:
-    """Return the sizes in bytes of the pinned allocations of a rank's `HostStore`.
-
-    Args:
-        config: The run, with a recompute policy.
-        ranks: Number of ranks in total.
-    """
+    """Return the sizes in bytes of the pinned allocations of a rank's `HostStore`; the policy may not be "auto"."""
     hardware = hardware_like(HOST)
     hosted = memory_of(planned(config, ranks, 1, hardware), hardware).host.get(KEPT, 0.0) / ranks
     return [AT_ONCE * PIECE] * int(hosted // (AT_ONCE * PIECE))
@@ -355,16 +335,7 @@ def _here() -> str:
 
 
 def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, where: str, error: str) -> str:
-    """Return the message of an out-of-memory error.
-
-    Args:
-        config: The run.
-        ranks: Number of ranks in total.
-        nodes: Number of hosts.
-        memory: Memory of the GPU.
-        where: Rank and host.
-        error: torch's message.
-    """
+    """Return the message of an out-of-memory error."""
     hardware = _hardware(memory, config.host_memory)
     lines = [
         f"{where} ran out of GPU memory: {error.splitlines()[0].split('. GPU ')[0] if error else 'no memory was left'}",

@@ -64,12 +64,7 @@ class StepMonitor:
         self.saved = self.has_begun = False
 
     def host_facts(self, batch: LocalBatch, *, saved: bool) -> HostFacts:
-        """Return the facts that this rank contributes to the exchange of a step.
-
-        Args:
-            batch: The batch of the step.
-            saved: Whether a started save has ended on this rank.
-        """
+        """Return the facts that this rank contributes to the exchange of a step."""
         memory, reserved = peak_bytes()
         forget_peak()
         return HostFacts(

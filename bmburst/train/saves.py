@@ -68,10 +68,6 @@ class RunSaves(BackgroundSaves):
         """Reserve host memory if training goes on after a save; return why there is none, or nothing.
 
         Call it after the first step, when the other memory of the run is in use.
-
-        Args:
-            folder: The run folder.
-            progress: The progress of the run.
         """
         every, done = self._config.checkpoint_every, progress.step
         if not every or -(-done // every) * every >= self._config.steps:  # only the last step is saved

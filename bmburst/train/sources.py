@@ -26,11 +26,6 @@ PLACEHOLDER = "PATH/TO/"
 def require_filled(name: str, value: object, option: str) -> None:
     """Check that a path is not a recipe's placeholder.
 
-    Args:
-        name: Name of the field.
-        value: Its value.
-        option: Command line option of the field.
-
     Raises:
         UserError: The path is a placeholder.
     """

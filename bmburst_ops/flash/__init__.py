@@ -166,10 +166,5 @@ def queries_ahead(device: torch.device, dtype: torch.dtype, head_dim: int) -> Te
     """Return a stand-in for queries or keys, without memory, for `select_kernel`, `able_kernels` and `Kernel.refusal`.
 
     A launcher uses it to select a kernel before any tensor exists.
-
-    Args:
-        device: Device of the queries.
-        dtype: Dtype of the queries.
-        head_dim: Features per head.
     """
     return cast(Tensor, _Queries(device, dtype, (1, 1, 1, head_dim), device.type == "cuda"))

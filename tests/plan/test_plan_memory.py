@@ -10,7 +10,7 @@ from bmburst.blocks import config as block_config
 from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import preset
 from bmburst.checkpoint.hugging_face import expected_shapes, is_matrix
-from bmburst.plan.buffers import attention_buffers, held_outside
+from bmburst.plan.buffers import AttentionMemory, attention_buffers
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import PLAIN, adapter_elements, block_matrices, four_bit_saving, held_block
 from bmburst.plan.memory import _peak as remembered
@@ -325,9 +325,9 @@ def test_heads_take_the_boxes_of_their_plan(heads, kv_heads, size, backward):
 
 def test_boxes_lie_outside_only_where_copy_engines_move_blocks():
     model = attention_model(32, 8)
-    assert held_outside(way(model, 65536, 8, degree=8)) > 0
-    assert held_outside(way(model, 65536, 8, degree=8, transport="nccl")) == 0
-    assert held_outside(way(model, 65536)) == 0
+    assert AttentionMemory(way(model, 65536, 8, degree=8)).outside > 0
+    assert AttentionMemory(way(model, 65536, 8, degree=8, transport="nccl")).outside == 0
+    assert AttentionMemory(way(model, 65536)).outside == 0
     inside, outside = (memory_of(way(model, 65536, 8, degree=8, transport=t), HARDWARE) for t in ("nccl", "peer"))
     assert "boxes that peers read" in outside.outside
     assert "boxes that peers read" not in inside.outside
