@@ -73,13 +73,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
+        ignore_index: int,
         chunk: int,
         gathered: int | None,
         with_grad: bool,
     ) -> Tensor:
         wants_hidden, wants_weight = (with_grad and wanted for wanted in ctx.needs_input_grad[:2])
         losses, *grads = _in_chunks(
-            hidden, weight, labels, chunk, gathered, of_hidden=wants_hidden, of_weight=wants_weight
+            hidden, weight, labels, ignore_index, chunk, gathered, of_hidden=wants_hidden, of_weight=wants_weight
         )
         ctx.save_for_backward(*grads)
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -94,7 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
@@ -104,10 +105,12 @@ class _TokenCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, chunk: int, gathered: int | None
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.chunk = chunk
-        losses, _, _ = _in_chunks(hidden, weight, labels, chunk)
+        ctx.options = ignore_index, chunk, gathered
+        losses, _, _ = _in_chunks(hidden, weight, labels, *ctx.options)
         return losses
 
     @staticmethod
@@ -115,20 +118,21 @@ class _TokenCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        factors = grad_output.masked_fill(labels == IGNORE_INDEX, 0)
+        factors = grad_output.masked_fill(labels == ctx.options[0], 0)
         _, grad_hidden, grad_weight = _in_chunks(
-            hidden, weight, labels, ctx.chunk, of_hidden=wants_hidden, of_weight=wants_weight, factors=factors
+            hidden, weight, labels, *ctx.options, of_hidden=wants_hidden, of_weight=wants_weight, factors=factors
         )
         narrow = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, narrow, None, None
+        return grad_hidden, narrow, None, None, None, None
 
 
 def _in_chunks(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    ignore_index: int,
     chunk: int,
-    gathered: int | None = None,
+    gathered: int | None,
     *,
     of_hidden: bool = False,
     of_weight: bool = False,
@@ -140,6 +144,7 @@ def _in_chunks(
         hidden: `[tokens, features]`.
         weight: See `linear_cross_entropy`.
         labels: `[tokens]`.
+        ignore_index: See `linear_cross_entropy`.
         chunk: See `linear_cross_entropy`.
         gathered: See `linear_cross_entropy`.
         of_hidden: Whether to compute the gradient of `hidden`.
@@ -163,12 +168,12 @@ def _in_chunks(
     for start in range(0, len(hidden), max(1, rows)):
         group = slice(start, start + rows)
         # An ignored token must have no effect, even if it is NaN: 0 * NaN would make the weight gradient NaN.
-        states = hidden[group].masked_fill((labels[group] == IGNORE_INDEX).unsqueeze(-1), 0)
+        states = hidden[group].masked_fill((labels[group] == ignore_index).unsqueeze(-1), 0)
         grad_logits = None if place is None else place[: len(states)]
         for part in _slices(len(states), chunk):
             gradient = None if grad_logits is None else grad_logits[part]
             own = losses[group][part]
-            own.copy_(_chunk_losses(states[part], weight, labels[group][part], gradient))
+            own.copy_(_chunk_losses(states[part], weight, labels[group][part], ignore_index, gradient))
         if grad_logits is not None and grad_hidden is not None:
             of_states = product(grad_logits, weight, wide)
             grad_hidden[group] = of_states if factors is None else of_states.mul_(factors[group].unsqueeze(-1))
@@ -181,7 +186,7 @@ def _in_chunks(
     return losses, grad_hidden, grad_weight
 
 
-def _chunk_losses(states: Tensor, weight: Tensor, labels: Tensor, gradient: Tensor | None) -> Tensor:
+def _chunk_losses(states: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, gradient: Tensor | None) -> Tensor:
     """Return the losses of a chunk's tokens, and write the gradient of its logits.
 
     A separate function, so that the logits of a chunk are freed before those of the next chunk are computed.
@@ -189,7 +194,7 @@ def _chunk_losses(states: Tensor, weight: Tensor, labels: Tensor, gradient: Tens
     wide = torch.promote_types(states.dtype, torch.float32)
     place = gradient if gradient is not None and gradient.dtype == wide else None
     logits = product(states, weight.t(), wide, out=place)
-    return cross_entropy_(logits, labels, IGNORE_INDEX, gradient)
+    return cross_entropy_(logits, labels, ignore_index, gradient)
 
 
 def _slices(rows: int, chunk: int) -> Iterator[slice]:
@@ -201,6 +206,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
+    ignore_index: int = IGNORE_INDEX,
     chunk: int = DEFAULT_CHUNK,
     gathered: int | None = None,
 ) -> Tensor:
@@ -209,8 +215,9 @@ def linear_cross_entropy(
     Args:
         hidden: `[..., features]`, one row per token.
         weight: `[vocabulary, features]`, same dtype as `hidden`.
-        labels: `[...]` int64; `IGNORE_INDEX` or in [0, vocabulary). The range is not checked here, because on a GPU
+        labels: `[...]` int64; `ignore_index` or in [0, vocabulary). The range is not checked here, because on a GPU
             that would synchronize.
+        ignore_index: Label of a token without a loss.
         chunk: Number of tokens whose logits are computed at once.
         gathered: Number of chunks whose logit gradients are collected for one product. Default: `GATHERED_CHUNKS` if
             the inputs are narrower than the logits, else 1.
@@ -224,12 +231,20 @@ def linear_cross_entropy(
     """
     _require_fitting(hidden, weight, labels, chunk, gathered)
     total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden.flatten(0, -2), weight, labels.flatten(), chunk, gathered, torch.is_grad_enabled()
+        hidden.flatten(0, -2), weight, labels.flatten(), ignore_index, chunk, gathered, torch.is_grad_enabled()
     )
     return total
 
 
-def token_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = DEFAULT_CHUNK) -> Tensor:
+def token_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    chunk: int = DEFAULT_CHUNK,
+    gathered: int | None = None,
+) -> Tensor:
     """Return -log softmax(hidden @ weight.T)[label] of each token, in nats.
 
     Unlike `linear_cross_entropy`, it recomputes the logits of each chunk in the backward pass, because only there the
@@ -239,7 +254,9 @@ def token_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk
         hidden: See `linear_cross_entropy`.
         weight: See `linear_cross_entropy`.
         labels: See `linear_cross_entropy`.
+        ignore_index: See `linear_cross_entropy`.
         chunk: See `linear_cross_entropy`.
+        gathered: See `linear_cross_entropy`.
 
     Returns:
         The losses in the shape of `labels`, in fp32 or the inputs' dtype if wider; 0 where the label is ignored.
@@ -247,9 +264,9 @@ def token_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk
     Raises:
         ValueError: Shapes or dtypes do not fit, or `chunk` is not positive.
     """
-    _require_fitting(hidden, weight, labels, chunk)
+    _require_fitting(hidden, weight, labels, chunk, gathered)
     losses: Tensor = _TokenCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden.flatten(0, -2), weight, labels.flatten(), chunk
+        hidden.flatten(0, -2), weight, labels.flatten(), ignore_index, chunk, gathered
     )
     return losses.view(labels.shape)
 
