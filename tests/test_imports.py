@@ -125,7 +125,8 @@ def test_importing_the_package_starts_nothing():
     [
         "import bmburst.schedule",
         "import pkgutil, bmburst.schedule as s\n"
-        "for each in pkgutil.iter_modules(s.__path__): __import__(f'bmburst.schedule.{each.name}')",
+        "for each in pkgutil.iter_modules(s.__path__): __import__(f'bmburst.schedule.{each.name}')\n"
+        "for name in s.__all__: getattr(s, name)",
         "from bmburst.cli import main; "
         "assert main('plan --preset llama-3-8b --sequence-length 64K --nproc 8'.split()) == 0",
         "from bmburst.schedule.hardware import hardware_like; assert hardware_like('an H100').name == 'NVIDIA H100'",

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.attention.cells import Cell, mask_of, sizes
 from benchmarks.attention.methods import traffic
+from bmburst.schedule import make_schedule
 from bmburst.schedule.gather_plan import GatherShapes, Visibility, make_gather_plan
 from bmburst.schedule.layout import make_layout
-from bmburst.schedule.ring_schedule import make_schedule
 from bmburst.schedule.strategy import Strategy
 
 TOKENS = 256
