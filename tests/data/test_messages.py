@@ -188,6 +188,31 @@ def test_messages_that_a_template_leaves_out_are_refused(tmp_path, marked):
     )
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "turn", "words"),
+    [
+        ("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}", {"tool_calls": [CALL]}, "beside tool_calls"),
+        ("m.tool_calls %}", "(m.tool_calls or [])[:1] %}", {"tool_calls": [CALL, CALL]}, "call 2 of 2 in tool_calls"),
+        ("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}", {}, "the beginning of the content"),
+        ("{{ m.content }}", "{{ m.content[0].text }}", {}, "the content, as in message 1 | list of parts"),
+        (
+            "{{ m.content }}",
+            "{{ m.reasoning_content if m.tool_calls }}{{ m.content }}",
+            {"reasoning_content": "because"},
+            "the key 'reasoning_content' | remove reasoning_content",
+        ),
+    ],
+    ids=["Llama 3.1", "gpt-oss", "DeepSeek R1", "SmolVLM", "Gemma 4"],
+)
+def test_parts_of_messages_that_a_template_leaves_out_are_refused(tmp_path, before, after, turn, words):
+    """What templates of these models do; prompts may have reasoning that is left out."""
+    line = {"messages": [TURNS[0], {**TURNS[1], "content": "<think>as</think>hi", **turn}, *TURNS[2:4]]}
+    whole = CALLS.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
+    assert len(encode(tmp_path, line, template=whole)) == 1
+    with refused("x.jsonl:1: ", "leaves out", words, "fix: "):
+        encode(tmp_path, line, template=CALLS.replace(before, after))
+
+
 def test_every_bad_line_is_named_also_those_that_the_template_refuses(tmp_path):
     good, odd = {"messages": TURNS}, {"messages": [{"role": "robot", "content": "a"}, *TURNS]}
     folder = str(chat.directory(tmp_path / "t", chat.MARKED))
