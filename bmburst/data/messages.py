@@ -84,6 +84,8 @@ def _own_arguments() -> frozenset[str]:
 def read_messages(name: str, key: str, value: Any, *, is_prompt: bool = False) -> tuple[Message, ...]:
     """Return messages of `role` and `content`, without null values, as transformers drops them before rendering.
 
+    An empty list of `tool_calls` is dropped too: data sets and clients of servers write it for no call.
+
     Args:
         name: Origin of the line for error messages.
         key: Key of the messages.
@@ -110,7 +112,8 @@ def read_messages(name: str, key: str, value: Any, *, is_prompt: bool = False) -
         if message["role"] == "assistant" and not content and not calls and not is_continued:
             raise empty(name, f"answer in message {number}")
         _require_marks(name, f"{key}: message {number}", message)
-        found.append({k: v for k, v in message.items() if v is not None})
+        # templates that ask whether the key is there would look for calls in an empty list
+        found.append({k: v for k, v in message.items() if v is not None and (k != "tool_calls" or v)})
     return tuple(found)
 
 
@@ -260,8 +263,8 @@ def unread(template: str, messages: tuple[Message, ...], tools: list[Any] | None
     if tools and not _reads(template, "tools"):
         return "tools"
     for number, message in enumerate(messages, 1):
-        for key in message:
-            if key in MESSAGE_KEYS and key not in _MUST_BE_READ:
+        for key, value in message.items():
+            if (key in MESSAGE_KEYS and key not in _MUST_BE_READ) or value in ("", [], {}):
                 continue
             if not any(_reads(template, word) for word in (REASONING if key in REASONING else (key,))):
                 return f"the key '{key}' of message {number}"

@@ -112,8 +112,10 @@ def test_what_is_not_understood_of_a_record_is_refused(tmp_path, line, words):
 
 def test_columns_without_effect_are_accepted(tmp_path):
     more = {"id": 3, "source": "web", "label": 3, "images": [], "weight": 1, "loss": None}
-    message = {**TURNS[1], "id": 1, "name": "x", "weight": None}
-    found, same = encode(tmp_path, {"messages": [TURNS[0], message], **more}, {"messages": TURNS[:2]})
+    message = {**TURNS[1], "id": 1, "name": "x", "weight": None, "tool_calls": [], "annotations": [], "reasoning": ""}
+    template = chat.PLAIN.replace("{{ m.", "{% if 'tool_calls' in m %}{{ raise_exception('call') }}{% endif %}{{ m.")
+    lines = {"messages": [TURNS[0], message], **more}, {"messages": TURNS[:2]}
+    found, same = encode(tmp_path, *lines, template=template)
     assert found.ids.tolist() == same.ids.tolist() and found.answers.tolist() == same.answers.tolist()
 
 
