@@ -224,6 +224,7 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--init-from", "Qwen/Qwen3-0.6B"], "Qwen/Qwen3-0.6B | hf download Qwen/Qwen3-0.6B --local-dir"),
         (["--data", "tatsu-lab/alpaca"], "tatsu-lab/alpaca | hf download --repo-type dataset tatsu-lab/alpaca"),
         (["--data", "a.jsonl,b.jsonl"], "a.jsonl,b.jsonl | several | YAML"),
+        (["--data", "data/*.jsonl"], "data/*.jsonl | patterns | give the folder"),
         (["--nproc", "3", "--data-parallel", "2"], "data_parallel 2 | 3 ranks | allowed: | fix: "),
         (["--nproc", "2", "--sequence-parallel", "3"], "--nproc 3"),
         (["--data-parallel", "2"], "--batch-size 2"),
