@@ -170,17 +170,21 @@ def read_progress(checkpoint: Path) -> RunProgress:
 def own_tokenizer(*directories: Path) -> str | None:
     """Return the tokenizer of the first model directory that has one, by its name for `load_tokenizer`; else None.
 
-    That is the directory itself if it contains a tokenizer, or the tokenizer that a checkpoint names.
+    That is the directory itself if it contains a tokenizer, or the tokenizer that a checkpoint names. A directory whose
+    tokenizer has another format, such as tokenizer.model, is returned too, if there is no other: `load_tokenizer`
+    refuses it, and text is not read as bytes.
 
     Raises:
         UserError: A directory is a truncated checkpoint.
     """
+    from bmburst.data.tokenizer import other_files
+
     for directory in directories:
         if (directory / "tokenizer.json").is_file():
             return str(directory)
         if (directory / STATE_FILE).exists():
             return read_progress(directory).tokenizer
-    return None
+    return next((str(directory) for directory in directories if other_files(directory)), None)
 
 
 def _complete_state(checkpoint: Path) -> dict[str, Any] | str:

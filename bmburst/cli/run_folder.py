@@ -11,15 +11,18 @@ from pathlib import Path
 from bmburst.amounts import bytes_text
 from bmburst.blocks.dtypes import ITEMSIZE
 from bmburst.checkpoint.files import checkpoints, newest_whole, problem_of, step_of, warn
+from bmburst.config import parse_json
 from bmburst.errors import UserError
 from bmburst.optim.config import MOMENT_BYTES
 from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, free_bytes, lock_folder, require_space
 from bmburst.plan.counts import saved_master
 from bmburst.train.config import TrainConfig
+from bmburst.train.metrics import METRICS_FILE
 from bmburst.train.resolve import CONFIG_FILE, resolve
+from bmburst.train.schedule import learning_rate
 
 # Files that only a run that has trained leaves. Other files, such as the launcher's, may exist before.
-RUN_TRACES = ("metrics.jsonl", "checkpoints")
+RUN_TRACES = (METRICS_FILE, "checkpoints")
 # Errors when writing metrics, plot and sample. Data, weights and checkpoints have their own messages.
 _CANNOT_WRITE = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
@@ -39,6 +42,32 @@ def checkpoint_to_resume(folder: Path) -> Path:
             "fix: leave --resume out and give another --output to begin again"
         )
     return newest
+
+
+def changed_rate(folder: Path, config: TrainConfig, done: int) -> str | None:
+    """Return a line that says that the learning rate of a run jumps where it is resumed; None if it does not.
+
+    A run that ended at the lowest rate of its schedule goes on with a higher one if it gets more steps.
+
+    Args:
+        folder: The run's folder. Its metrics have the rate of the last step.
+        config: The configuration with which the run goes on.
+        done: Number of steps that were done.
+    """
+    before = None
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # no metrics, or not those of a run
+        lines = (folder / METRICS_FILE).read_bytes().splitlines()
+        before = next((row["lr"] for row in map(parse_json, reversed(lines)) if row["step"] == done), None)
+    schedule, peak = config.schedule, config.optimizer.lr
+    if not isinstance(before, float) or math.isclose(
+        before, learning_rate(schedule, peak, done, config.steps), rel_tol=0.01
+    ):
+        return None
+    after = learning_rate(schedule, peak, done + 1, config.steps)
+    return (
+        f"the learning rate jumps from {before:.3g} at step {done:,} to {after:.3g}: the schedule is that of "
+        f"{config.steps:,} steps from the start, as the options of this start say"
+    )
 
 
 def is_run(folder: Path) -> bool:

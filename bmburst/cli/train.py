@@ -14,6 +14,7 @@ from bmburst.cli import training
 from bmburst.cli.program import leaves_errors_to_rank_0
 from bmburst.cli.run_folder import (
     RUN_TRACES,
+    changed_rate,
     check_fresh,
     checkpoint_to_resume,
     explaining_write_errors,
@@ -127,6 +128,8 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
                 yield None, spec
                 return
             print(f"going on from {start}", file=sys.stderr, flush=True)
+            if (jump := changed_rate(folder, config, done)) is not None:
+                print(jump, file=sys.stderr, flush=True)
         elif not config.resume:
             check_fresh(folder, traces)  # before the data and the weights are read
         text = check_text(config, cache)

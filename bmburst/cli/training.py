@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from bmburst.checkpoint.files import newest_complete
+from bmburst.checkpoint.files import FOLDER, newest_complete
 from bmburst.cli.program import ranks_to_start
 from bmburst.cli.run_folder import explaining_write_errors, require_no_file
 from bmburst.config import add_options, given_options, leaves
@@ -70,6 +70,7 @@ def resolve_options(args: argparse.Namespace, steps: int | None = None, world_si
         UserError: A value is wrong, the folder of a new run is a file, or there is no run to resume.
     """
     options = given_options(args, TrainConfig)
+    _require_no_folder(options)
     resolve = partial(_resolve, steps=steps)
     given = Path(args.config) if args.config is not None else None
     files: tuple[Path, ...] = () if given is None else (given,)
@@ -102,6 +103,19 @@ def resolve_options(args: argparse.Namespace, steps: int | None = None, world_si
     config = resolve(files, options | {"resume": "true", "output": str(folder)})
     check_resumable(resolve((own,)), config, folder)
     return config
+
+
+def _require_no_folder(options: dict[str, str]) -> None:
+    """Refuse the folder of a run or of a checkpoint as the value of --resume, which other trainers take."""
+    given = Path(options.get("resume", ""))
+    if options.get("resume") in (None, "true", "false", "auto") or not given.is_dir():
+        return
+    run = given.parent.parent if given.parent.name == FOLDER else given.parent if given.name == FOLDER else given
+    raise UserError(
+        f"--resume {given}: --resume takes no folder\n"
+        "allowed: --resume beside --output RUN; the run continues from its newest complete checkpoint\n"
+        f"fix: --output {run} --resume"
+    )
 
 
 def _new_run(

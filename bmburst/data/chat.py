@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from bmburst.data.chat_templates import TEMPLATES, require_tokens, template_text
 from bmburst.data.documents import SetupError
+from bmburst.data.left_out import left_out, refused
 from bmburst.data.messages import (
     MARKS,
     MESSAGE_KEYS,
@@ -20,10 +21,8 @@ from bmburst.data.messages import (
     Message,
     for_template,
     is_learned,
-    short,
     unread,
     unread_role,
-    unwritten,
     with_joined_parts,
     written_as_data,
 )
@@ -34,7 +33,7 @@ from bmburst.errors import UserError, first_line
 from bmburst.record_format import RecordFormat
 
 Mask = npt.NDArray[np.bool_]
-ANSWERS_VERSION = 4
+ANSWERS_VERSION = 5
 """Version of the rules that read records and find answers. Cached tokens of another version are made again."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPTION = "--chat-template NAME|FILE, in bmburst train --data.chat_template NAME|FILE"
@@ -124,11 +123,17 @@ class ChatTemplate:
             )
         return text
 
-    def whole(self, name: str, messages: tuple[Message, ...], /, **options: Any) -> str:
+    def whole(self, name: str, messages: tuple[Message, ...], /, *, learns: bool = False, **options: Any) -> str:
         """Return the text of a whole conversation, as `rendered`.
 
+        Args:
+            name: Origin of the conversation for error messages.
+            messages: From `read_messages`.
+            learns: Whether its answers are learned.
+            options: Further arguments of `apply_chat_template`.
+
         Raises:
-            UserError: As `rendered`, or the template leaves out the text of a message.
+            UserError: As `rendered`, or the template leaves out a part of a message; see `left_out`.
         """
 
         def render(others: tuple[Message, ...]) -> str | None:
@@ -138,20 +143,8 @@ class ChatTemplate:
                 return None
 
         text = self.rendered(name, messages, **options)
-        if (found := unwritten(text, messages, render)) is not None:
-            number, part = found
-            role, content = messages[number - 1]["role"], messages[number - 1]["content"]
-            known = SPEAKERS.get(role.lower(), role)
-            if part.startswith("parts"):
-                fix = "write the content as text"
-            elif known != role:
-                fix = f"write the role as '{known}': --roles {role}={known}, in bmburst train --data.roles"
-            else:
-                fix = "write calls as tool_calls of the assistant, other messages in a role that the template names"
-            raise UserError(
-                f"{name}: the chat template leaves out {part}, as in message {number}: {short(content)}\n"
-                f"allowed: messages that the template writes\nfix: {fix}, or give a template that writes them"
-            )
+        if (part := left_out(text, messages, render, learns=learns)) is not None:
+            raise UserError(refused(name, part))
         return text
 
     def applied(self, name: str, messages: tuple[Message, ...], /, **options: Any) -> Any:
@@ -328,7 +321,7 @@ class RecordEncoder:
             answers = _covered(out, spans)
             size = sum(len(text[begin:end].encode("utf-8", "replace")) for begin, end in spans)
             return np.array(out["input_ids"], np.int64), answers, size
-        text = template.whole(record.name, messages, **options)
+        text = template.whole(record.name, messages, learns=True, **options)
         ids, answers = self._marked(template, record.name, messages, options)
         if "assistant" not in self._learned_roles:
             answers[:] = False
@@ -389,7 +382,7 @@ class RecordEncoder:
         def rendered(count: int, *, asks: bool) -> str:
             return template.rendered(record.name, messages[:count], add_generation_prompt=asks, **options)
 
-        whole, spans = template.whole(record.name, messages, add_generation_prompt=False, **options), []
+        whole, spans = template.whole(record.name, messages, learns=True, add_generation_prompt=False, **options), []
         special = tuple(t.content for t in template.tokenizer.added_tokens_decoder.values() if t.special)
         for index, message in enumerate(messages):
             role = message["role"]

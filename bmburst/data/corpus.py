@@ -116,7 +116,8 @@ def find_token_file(source: str | Path, tokenizer: str | None) -> TokenFile | No
     if given.identity != file.tokenizer_identity:
         raise UserError(
             f"'{file.path}' was made with tokenizer '{file.tokenizer_name}', not '{given.name}'\n"
-            f"fix: give the tokenizer it was made with, or make it again: bmburst data --tokenizer {given.name}"
+            f"fix: make it again: bmburst data --tokenizer {given.name}; or give the tokenizer it was made with: "
+            f"--tokenizer {file.tokenizer_name}, in bmburst train --data.tokenizer {file.tokenizer_name}"
         )
     return replace(file, tokenizer_name=tokenizer)
 

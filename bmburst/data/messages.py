@@ -3,7 +3,7 @@
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from bmburst.errors import UserError
@@ -22,17 +22,15 @@ axolotl; `chatgpt`, `bing`, `bard`, `model` those of ShareGPT's dumps; `function
 """
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that every chat template is given; another one must stand in the template."""
-_EVERYWHERE = frozenset(ROLES) - {"developer"}
-"""Roles that templates of chats know, so that a short text of theirs need not be looked for by rendering again."""
 MARKS = ("weight", "train", "loss", "trainable", "loss_mask")
 """Keys of a message that say whether its answer is learned: 0 or false leaves it out of the loss."""
 # transformers gives the template all three, if one is given
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 _NO_EFFECT = "no effect"
 MESSAGE_KEYS = {
     **dict.fromkeys(("role", "content"), "rendered by the chat template"),
     **dict.fromkeys(("from", "value"), "role and content, in conversations"),
-    **dict.fromkeys(("tool_calls", *_REASONING), "rendered; refused if the chat template does not read it"),
+    **dict.fromkeys(("tool_calls", *REASONING), "rendered; refused if the chat template does not read it"),
     **dict.fromkeys(("name", "tool_call_id"), "given to the chat template; no effect if it does not read it"),
     **dict.fromkeys(MARKS, "0 or false: the message is left out of the loss"),
     **dict.fromkeys(
@@ -41,7 +39,7 @@ MESSAGE_KEYS = {
     ),
 }
 """Keys of a message: what is done with them. Any other key must be read by the chat template, or is refused."""
-_MUST_BE_READ = frozenset({"tool_calls", *_REASONING})
+_MUST_BE_READ = frozenset({"tool_calls", *REASONING})
 
 
 def template_variables(name: str, value: Mapping[str, Any]) -> tuple[list[Any] | None, dict[str, Any]]:
@@ -86,6 +84,8 @@ def _own_arguments() -> frozenset[str]:
 def read_messages(name: str, key: str, value: Any, *, is_prompt: bool = False) -> tuple[Message, ...]:
     """Return messages of `role` and `content`, without null values, as transformers drops them before rendering.
 
+    An empty list of `tool_calls` is dropped too: data sets and clients of servers write it for no call.
+
     Args:
         name: Origin of the line for error messages.
         key: Key of the messages.
@@ -112,7 +112,8 @@ def read_messages(name: str, key: str, value: Any, *, is_prompt: bool = False) -
         if message["role"] == "assistant" and not content and not calls and not is_continued:
             raise empty(name, f"answer in message {number}")
         _require_marks(name, f"{key}: message {number}", message)
-        found.append({k: v for k, v in message.items() if v is not None})
+        # templates that ask whether the key is there would look for calls in an empty list
+        found.append({k: v for k, v in message.items() if v is not None and (k != "tool_calls" or v)})
     return tuple(found)
 
 
@@ -262,10 +263,10 @@ def unread(template: str, messages: tuple[Message, ...], tools: list[Any] | None
     if tools and not _reads(template, "tools"):
         return "tools"
     for number, message in enumerate(messages, 1):
-        for key in message:
-            if key in MESSAGE_KEYS and key not in _MUST_BE_READ:
+        for key, value in message.items():
+            if (key in MESSAGE_KEYS and key not in _MUST_BE_READ) or value in ("", [], {}):
                 continue
-            if not any(_reads(template, word) for word in (_REASONING if key in _REASONING else (key,))):
+            if not any(_reads(template, word) for word in (REASONING if key in REASONING else (key,))):
                 return f"the key '{key}' of message {number}"
     return None
 
@@ -300,38 +301,6 @@ def written_as_data(text: str, messages: tuple[Message, ...]) -> str | None:
             given = given.get("arguments") if isinstance(given, dict) else None
             if isinstance(given, str) and json.dumps(given, ensure_ascii=False) in text:
                 return f"arguments of a tool call in message {number}, which are JSON text and not an object,"
-    return None
-
-
-def unwritten(
-    text: str, messages: tuple[Message, ...], render: Callable[[tuple[Message, ...]], str | None]
-) -> tuple[int, str] | None:
-    """Return the number of a message that a template leaves out of its text, and which part of it; None: none.
-
-    Templates may write earlier messages without their reasoning. So a text that does not stand in the output is
-    compared with other renderings: the part is left out only if the output is the same without it. A content in parts
-    is left out by templates that know texts alone, a message by those that do not know its role.
-
-    Args:
-        text: The rendered text.
-        messages: The messages.
-        render: Renders messages; None if the template refuses them.
-    """
-    for number, message in enumerate(messages, 1):
-        content = message.get("content") or ""
-        parts = [content] if isinstance(content, str) else [part["text"] for part in content]
-        parts = [part.strip() for part in parts if part.strip()]
-        missing = [part for part in parts if part not in text]
-        if isinstance(content, list) and missing:
-            joined = render(with_joined_parts(messages)) or ""
-            if any(part in joined for part in missing):
-                return number, "parts of the content"
-        if (
-            parts
-            and (missing or message["role"] not in _EVERYWHERE)
-            and render(messages[: number - 1] + messages[number:]) == text
-        ):
-            return number, f"messages of the role '{message['role']}'"
     return None
 
 

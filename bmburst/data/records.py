@@ -310,8 +310,13 @@ def _answered(name: str, value: Any, key: str) -> Record:
     """Return a record of the line's prompt and the answer of `key`: both text, or both lists of messages."""
     prompt, answer = value["prompt"], value[key]
     if isinstance(prompt, list) and isinstance(answer, list):
-        before = read_messages(name, "prompt", prompt)
-        return Record(name=name, messages=before + read_messages(name, key, answer), answers_from=len(before))
+        before, after = read_messages(name, "prompt", prompt), read_messages(name, key, answer)
+        if after[: len(before)] == before:
+            raise UserError(
+                f"{name}: {key} begins with the messages of the prompt, which would be in the text twice\n"
+                f"allowed: prompt and {key} are parts of one conversation\nfix: leave the prompt out of {key}"
+            )
+        return Record(name=name, messages=before + after, answers_from=len(before))
     for each, text in (("prompt", prompt), (key, answer)):
         if not isinstance(text, str):
             raise wrong(name, each, text, "text, or in both a list of messages")
@@ -378,7 +383,10 @@ def _pair(name: str, value: dict[str, Any]) -> tuple[tuple[Record, Record], Set[
             )
         value = _split(name, value["chosen"], value["rejected"])
     made = _answered(name, value, "chosen"), _answered(name, value, "rejected")
-    return made, {"chosen", "rejected", "prompt"} | (_READ["lists"] if made[0].messages is not None else set())
+    used = {"chosen", "rejected"} | ({"tools", "chat_template_kwargs"} if made[0].messages is not None else set())
+    # as text beside lists, it is read only in so far as it repeats one of their messages
+    is_read = value["prompt"] is prompt or prompt in [each.get("content") for each in value["prompt"] if prompt]
+    return made, used | ({"prompt"} if is_read else set())
 
 
 def _asked(name: str, value: dict[str, Any], key: str) -> Record:

@@ -283,6 +283,14 @@ def tokenizer_folder(name_or_path: str) -> Path | None:
     return path if path.is_dir() else path.parent if path.is_file() else None
 
 
+def other_files(folder: Path) -> list[str]:
+    """Return the names of the files of a tokenizer in a folder without tokenizer.json; empty with it."""
+    if (folder / TOKENIZER_FILE).is_file():
+        return []
+    names = (name for name in TOKENIZER_FILES if name != GENERATION_CONFIG and (folder / name).is_file())
+    return [*names, *sorted(path.name for path in folder.glob("*.tiktoken"))]
+
+
 def tokenizer_files(name_or_path: str) -> dict[str, Path]:
     """Return the local files of a tokenizer, by their names in a model's directory.
 
@@ -321,9 +329,16 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
     """
     path = Path(name_or_path)
     if path.is_dir() and not (path / TOKENIZER_FILE).is_file():
+        others = other_files(path)
         raise UserError(
-            f"no {TOKENIZER_FILE} in tokenizer directory '{path}'\n"
-            "fix: write it with the tokenizers package: Tokenizer.save('tokenizer.json')"
+            f"no {TOKENIZER_FILE} in tokenizer directory '{path}'{', which has ' * bool(others)}{', '.join(others)}\n"
+            f"allowed: a directory with {TOKENIZER_FILE}\n"
+            + (
+                'fix: let transformers write it: python -c "from transformers import AutoTokenizer as T; '
+                f"T.from_pretrained('{path}').save_pretrained('{path}')\""
+                if others
+                else "fix: write it with the tokenizers package: Tokenizer.save('tokenizer.json')"
+            )
         )
     if path.exists():
         files = tokenizer_files(name_or_path)

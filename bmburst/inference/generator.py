@@ -18,7 +18,7 @@ from bmburst.checkpoint.files import own_tokenizer, verified, warn
 from bmburst.checkpoint.hugging_face import Weights, open_weights
 from bmburst.comm.checks import CheckedCommunicator, contents
 from bmburst.comm.communicator import gather_objects
-from bmburst.data.tokenizer import PromptTokenizer, load_tokenizer
+from bmburst.data.tokenizer import PromptTokenizer, load_tokenizer, other_files
 from bmburst.errors import UserError, require_known
 from bmburst.inference.answering import Answering, Progress, TextStream
 from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder, require_list
@@ -82,6 +82,8 @@ class Source:
         else:
             weights = open_weights(directory)
         name = own_tokenizer(*places) if tokenizer is None else tokenizer
+        if tokenizer is None and name is not None and other_files(Path(name)):
+            name = None  # token ids need no tokenizer
         defaults = next(filter(names_ends, places[:-1]), places[-1])
         return cls(places[-1], defaults, weights, None if name is None else load_tokenizer(name))
 

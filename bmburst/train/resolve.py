@@ -378,7 +378,7 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
 
     The default is pack "trees" for records with several answers to a prompt, and always with dpo.beta, so that data
     without pairs are rejected for that reason and not for their packing; for a model with a sliding window, which has
-    no exact trees, it is "documents". A token file of text keeps its tokenizer.
+    no exact trees, it is "documents". A token file of another tokenizer is refused where it is opened.
     """
     if (given.get("dpo") or {}).get("beta") is not None:
         given.setdefault("pack", _pack_of_prompts(given))
@@ -386,11 +386,8 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
     source, folder = values.get("source", STANDARD_LIBRARY), given.get("init_from")
     if not isinstance(source, str | Path):
         return  # the check of the fields raises
-    from bmburst.data.token_file import is_token_file
-
     try:
         sources = sources_in(str(source))
-        are_tokens = all(each.path != STANDARD_LIBRARY and is_token_file(Path(each.path)) for each in sources)
     except (OSError, UserError):
         return  # the check of the paths raises
     try:
@@ -400,7 +397,7 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
     have_records = hold_records(str(source), form)
     if have_records and "pack" not in given:
         given["pack"] = _pack_of_prompts(given) if any(have_groups(each, form) for each in sources) else "documents"
-    if folder is None or values.get("tokenizer") is not None or (are_tokens and not have_records):
+    if folder is None or values.get("tokenizer") is not None:
         return
     if (own := _tokenizer_of(folder)) is not None:
         given["data"] = {**values, "tokenizer": own}

@@ -70,6 +70,8 @@ def check_data_path(source: str, form: RecordFormat) -> None:
             fix = f"correct the path{hub_fix(source, '--repo-type dataset ')}"
             if "," in source:
                 fix = "list several sources in a YAML file: docs/data.md, Mixtures"
+            elif any(sign in source for sign in "*?["):
+                fix = "give the folder, of which all text is read: patterns of names are not expanded"
             raise UserError(
                 f"data {source}: no such file or directory\n"
                 "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources\n"

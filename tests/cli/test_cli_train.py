@@ -14,6 +14,7 @@ from bmburst.launch.devices import Gpu
 from bmburst.train.config import EvalConfig, TrainConfig
 from bmburst.train.defaults import Gpus
 from bmburst.train.resolve import resolve
+from bmburst.train.schedule import learning_rate
 from tests.cli.commands import checkpoint, refused, started
 from tests.refusals import says
 
@@ -223,6 +224,7 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--init-from", "Qwen/Qwen3-0.6B"], "Qwen/Qwen3-0.6B | hf download Qwen/Qwen3-0.6B --local-dir"),
         (["--data", "tatsu-lab/alpaca"], "tatsu-lab/alpaca | hf download --repo-type dataset tatsu-lab/alpaca"),
         (["--data", "a.jsonl,b.jsonl"], "a.jsonl,b.jsonl | several | YAML"),
+        (["--data", "data/*.jsonl"], "data/*.jsonl | patterns | give the folder"),
         (["--nproc", "3", "--data-parallel", "2"], "data_parallel 2 | 3 ranks | allowed: | fix: "),
         (["--nproc", "2", "--sequence-parallel", "3"], "--nproc 3"),
         (["--data-parallel", "2"], "--batch-size 2"),
@@ -300,8 +302,18 @@ def test_a_finished_run_says_so_and_a_larger_number_of_steps_goes_on(launches, t
     assert not launches
     assert main(["train", "--resume", "--output", "run", "--data.cache", "run/config.json/x"]) == 0, "it has all"
     assert not launches
+    rates = [{"step": step, "lr": 1e-3 * step} for step in (8, 9)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(rate) + "\n" for rate in rates))
+    capsys.readouterr()
     assert main(["train", "--resume", "--output", "run", "--steps", "12"]) == 0
     assert launches.config()["steps"] == 12
+    says(capsys.readouterr().err, "learning rate jumps from 0.009 at step 9 | 12 steps", lines=3)
+    rates[1]["lr"] = learning_rate(resolve((tmp_path / "run" / "config.json",)).schedule, 0.009, 9, 12)
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(rates[1]) + "\n")
+    assert main(["train", "--resume", "--output", "run", "--steps", "12", "--optimizer.lr", "0.009"]) == 0
+    assert "jumps" not in capsys.readouterr().err
+    for folder in ("run", "run/checkpoints/step-000009"):
+        says(refused(capsys, "train", "--resume", folder), "takes no folder | fix: --output run --resume")
 
 
 def test_resume_lays_another_file_over_the_runs_own(launches, tmp_path):

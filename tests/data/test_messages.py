@@ -112,8 +112,10 @@ def test_what_is_not_understood_of_a_record_is_refused(tmp_path, line, words):
 
 def test_columns_without_effect_are_accepted(tmp_path):
     more = {"id": 3, "source": "web", "label": 3, "images": [], "weight": 1, "loss": None}
-    message = {**TURNS[1], "id": 1, "name": "x", "weight": None}
-    found, same = encode(tmp_path, {"messages": [TURNS[0], message], **more}, {"messages": TURNS[:2]})
+    message = {**TURNS[1], "id": 1, "name": "x", "weight": None, "tool_calls": [], "annotations": [], "reasoning": ""}
+    template = chat.PLAIN.replace("{{ m.", "{% if 'tool_calls' in m %}{{ raise_exception('call') }}{% endif %}{{ m.")
+    lines = {"messages": [TURNS[0], message], **more}, {"messages": TURNS[:2]}
+    found, same = encode(tmp_path, *lines, template=template)
     assert found.ids.tolist() == same.ids.tolist() and found.answers.tolist() == same.answers.tolist()
 
 
@@ -186,6 +188,31 @@ def test_messages_that_a_template_leaves_out_are_refused(tmp_path, marked):
     assert reader.prompt("x", ({"role": "user", "content": parts},), None, {}) == reader.prompt(
         "x", ({"role": "user", "content": "ab"},), None, {}
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "turn", "words"),
+    [
+        ("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}", {"tool_calls": [CALL]}, "beside tool_calls"),
+        ("m.tool_calls %}", "(m.tool_calls or [])[:1] %}", {"tool_calls": [CALL, CALL]}, "call 2 of 2 in tool_calls"),
+        ("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}", {}, "the beginning of the content"),
+        ("{{ m.content }}", "{{ m.content[0].text }}", {}, "the content, as in message 1 | list of parts"),
+        (
+            "{{ m.content }}",
+            "{{ m.reasoning_content if m.tool_calls }}{{ m.content }}",
+            {"reasoning_content": "because"},
+            "the key 'reasoning_content' | remove reasoning_content",
+        ),
+    ],
+    ids=["Llama 3.1", "gpt-oss", "DeepSeek R1", "SmolVLM", "Gemma 4"],
+)
+def test_parts_of_messages_that_a_template_leaves_out_are_refused(tmp_path, before, after, turn, words):
+    """What templates of these models do; prompts may have reasoning that is left out."""
+    line = {"messages": [TURNS[0], {**TURNS[1], "content": "<think>as</think>hi", **turn}, *TURNS[2:4]]}
+    whole = CALLS.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
+    assert len(encode(tmp_path, line, template=whole)) == 1
+    with refused("x.jsonl:1: ", "leaves out", words, "fix: "):
+        encode(tmp_path, line, template=CALLS.replace(before, after))
 
 
 def test_every_bad_line_is_named_also_those_that_the_template_refuses(tmp_path):

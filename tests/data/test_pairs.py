@@ -45,6 +45,7 @@ def corpus(folder, *lines, tokenizer="bytes"):
         (PAIR | {"rejected": "b"}, 'equal | "b" | different | fix: '),
         (PAIR | {"chosen": ANSWER}, "chosen | text, or in both | fix: "),
         ({"prompt": USER, "chosen": ANSWER, "rejected": OTHER}, "answer | is empty | fix: "),
+        ({"prompt": USER, "chosen": USER + ANSWER, "rejected": USER + NO}, "chosen begins with | twice | fix: "),
         ({"prompt": "a", "completion": "b"}, "no preference pair | pairs.jsonl:1 | fix: "),
     ],
     ids=str,
@@ -101,7 +102,7 @@ def test_messages_are_a_prompt_with_each_answer(tmp_path):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("more", [{}, {"prompt": None}, {"prompt": "q"}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"prompt": None}, {"prompt": "q"}, {"prompt": "of another text"}], ids=str)
 def test_a_prompt_that_both_answers_begin_with_is_found_as_in_trl(tmp_path, chosen, rejected, more):
     extract_prompt = pytest.importorskip("trl").extract_prompt
     if isinstance(chosen, str) and more.get("prompt") is not None:
@@ -109,6 +110,7 @@ def test_a_prompt_that_both_answers_begin_with_is_found_as_in_trl(tmp_path, chos
     folder = str(chat.directory(tmp_path / "t"))
     implicit = corpus(tmp_path, more | {"chosen": chosen, "rejected": rejected}, tokenizer=folder)
     assert implicit.pairs
+    assert implicit.notes.get("columns", []) == [key for key in more if more[key] == "of another text"]
     (tmp_path / "explicit").mkdir()
     explicit = corpus(tmp_path / "explicit", extract_prompt({"chosen": chosen, "rejected": rejected}), tokenizer=folder)
     assert implicit.tokens.tolist() == explicit.tokens.tolist()

@@ -205,7 +205,7 @@ def test_what_is_not_understood_is_refused_by_name(running: Served) -> None:
         ({"messages": []}, 400, "messages | at least one"),
         ({"messages": None}, 400, "messages | missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url | text"),
-        ({"messages": [{"role": "user", "content": "a", "audio": {}}]}, 400, "audio"),
+        ({"messages": [{"role": "user", "content": "a", "audio": {"id": "a"}}]}, 400, "audio"),
         ({"chat_template_kwargs": {"tokenize": False}}, 400, "tokenize"),
         ({"chat_template_kwargs": {"messages": []}}, 400, "messages | apply_chat_template"),
         ({"\ud800": 1}, 400, "ud800 | leave it out"),

@@ -146,7 +146,8 @@ def test_text_is_read_with_the_tokenizer_of_the_model_that_a_run_starts_from(tmp
     assert resolve((), {"sequence_length": "512", "data.source": "text.txt"}).data.tokenizer is None
     file = open_corpus("text.txt", "bytes", tmp_path)
     given = {"init_from": str(folder), "sequence_length": "512", "data.source": str(file.path)}
-    assert resolve((), given).data.tokenizer is None  # a token file says its own
+    assert resolve((), given).data.tokenizer == str(folder)  # the file's own is refused, unless it is named
+    assert resolve((), given | {"data.tokenizer": "bytes"}).data.tokenizer == "bytes"
 
 
 def test_init_from_that_cannot_work_is_refused(tmp_path):

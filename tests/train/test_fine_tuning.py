@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from bmburst.checkpoint.files import own_tokenizer
 from bmburst.cli import main
-from bmburst.data import load_tokenizer, open_corpus
+from bmburst.data import find_token_file, load_tokenizer, open_corpus
 from bmburst.data.answer_ends import AnswerEnds, answer_ends
 from bmburst.data.report import described
 from bmburst.inference.generator import Source
@@ -190,6 +190,21 @@ def test_text_is_read_with_the_models_own_tokenizer(folder):
         values = {**given, "data": {"source": str(folder / "chats.jsonl")}}
         set_defaults_of_data(values)
         assert values["data"]["tokenizer"] == str(given["init_from"])
+    other = folder / "other"  # Llama 2 as it was published: its text was read as bytes
+    other.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.model"):
+        (other / name).write_bytes((folder / "base" / name).read_bytes() if name != "tokenizer.model" else b"")
+    values = {"init_from": other, "data": {"source": str(folder / "chats.jsonl")}}
+    set_defaults_of_data(values)
+    for name in (read(other), values["data"].get("tokenizer", "bytes")):
+        with refused("no tokenizer.json | which has tokenizer.model | fix: | save_pretrained"):
+            load_tokenizer(name or "bytes")
+    assert Source.open(other).tokenizer is None  # prompts may be token ids
+    tokens = tiny.token_file(folder / "bytes.tokens", ["a" * 99]).path  # ids that mean other texts to the model
+    values = {"init_from": folder / "base", "data": {"source": str(tokens)}}
+    set_defaults_of_data(values)
+    with refused("bytes.tokens' was made with tokenizer 'bytes' | fix: | --data.tokenizer bytes"):
+        find_token_file(tokens, values["data"].get("tokenizer"))
     (checkpoint / "tokenizer.json").rename(folder / "aside.json")  # as checkpoints were before
     try:
         assert own_tokenizer(folder / "nowhere") is None
