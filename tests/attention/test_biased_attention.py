@@ -11,7 +11,7 @@ from bmburst.comm.groups import communicator
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import PADDING, Tokens
 from tests.distributed.processes import run_processes
-from tests.distributed.threads import on_ranks, run_ranks
+from tests.distributed.threads import on_ranks
 from tests.ops.biased_oracle import draw, draw_ant, draw_bee, reference
 from tests.ops.test_biased import ours
 from tests.refusals import refused
@@ -53,12 +53,10 @@ def attend(comm, name, layout, dtype=torch.float64, **options):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BATCHES)
-def test_equals_the_published_formulas(size, layout, name):
-    def body(comm):
-        for got, wanted in zip(attend(comm, name, layout), problem(name)[2], strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
-
-    run_ranks(size, body)
+@on_ranks()
+def test_equals_the_published_formulas(comm, size, layout, name):
+    for got, wanted in zip(attend(comm, name, layout), problem(name)[2], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.long

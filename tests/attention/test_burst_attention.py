@@ -12,7 +12,7 @@ from bmburst.errors import UserError
 from bmburst.schedule.mask import make_mask
 from bmburst_ops.flash import ReferenceKernel
 from tests.attention.oracle import draw, problem, reference
-from tests.distributed.processes import run_processes
+from tests.distributed.processes import on_processes
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.pairs import pairwise
 
@@ -63,11 +63,8 @@ def test_equals_one_device_in_fp64(size, layout, mask, strategy, kernel):
         run_ranks(size, compare, layout, mask, length, heads, kv_heads, {"strategy": strategy, "kernel": kernel})
 
 
+@on_processes(3)
 def test_equals_one_device_over_processes():
-    run_processes(3, _over_processes)
-
-
-def _over_processes():
     comm = bmburst.communicator(None)
     for strategy in ("kv", "burst"):
         for layout in LAYOUTS:
@@ -251,12 +248,9 @@ def test_the_signatures_are_the_documented_ones():
         assert named == [(first, inspect.Parameter.empty), *middle, last, ("mask", None)]
 
 
+@on_processes(2)
 def test_a_compiled_caller():
     """The graph ends before attention and goes on after it; results are those of an eager caller."""
-    run_processes(2, _compiled_caller)
-
-
-def _compiled_caller():
     q, k, v = (t.requires_grad_() for t in (torch.randn(1, 6, h, 8) for h in (4, 2, 2)))
     warnings.filterwarnings("error", message="(?s).*bmburst")  # the compiler looks into what it cannot keep
 

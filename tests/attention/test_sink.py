@@ -80,16 +80,14 @@ STRATEGIES = ("heads", "gather", "kv", "burst", "auto")
 
 @pytest.mark.parametrize("size", [*long(1), 2, 3, *long(4)])
 @pytest.mark.parametrize("name", MASKS)
-def test_equals_its_definition(size, name):
-    def body(comm):
-        for strategy, layout in product(STRATEGIES, ("zigzag", "striped")):
-            if strategy == "heads" and HEADS % size:
-                continue
-            if strategy == "gather" and layout == "striped" and name != "full":
-                continue
-            attend(comm, name, layout, strategy=strategy)
-
-    run_ranks(size, body)
+@on_ranks()
+def test_equals_its_definition(comm, size, name):
+    for strategy, layout in product(STRATEGIES, ("zigzag", "striped")):
+        if strategy == "heads" and HEADS % size:
+            continue
+        if strategy == "gather" and layout == "striped" and name != "full":
+            continue
+        attend(comm, name, layout, strategy=strategy)
 
 
 @pytest.mark.parametrize("policy", ["block", "block-keep-attention", "block-keep-attention:0.5"])

@@ -49,21 +49,19 @@ def test_a_mismatch_is_an_error_on_every_rank(comm, call, words):
     assert torch.equal(comm.ring(torch.tensor(comm.rank)).wait()[0], torch.tensor((comm.rank - 1) % 2))
 
 
-def test_a_problem_of_one_rank_is_raised_on_all():
+@on_ranks(3)
+def test_a_problem_of_one_rank_is_raised_on_all(comm):
     def decide(rank, problem):
         if problem:
             raise UserError(problem)
         return rank, "same"
 
-    def body(comm):
-        assert comm.decided(lambda: decide(comm.rank, None)) == comm.rank
-        for problem in ("head counts do not divide", "x" * 3000):
-            with refused(problem[:200]):
-                comm.decided(lambda p=problem: decide(comm.rank, p if comm.rank == 2 else None))
-        with refused("disagree", "fix: ", "rank 0: a\nrank 2: b", error=Mismatch):
-            comm.agree("b" if comm.rank == 2 else "a")
-
-    run_ranks(3, body)
+    assert comm.decided(lambda: decide(comm.rank, None)) == comm.rank
+    for problem in ("head counts do not divide", "x" * 3000):
+        with refused(problem[:200]):
+            comm.decided(lambda p=problem: decide(comm.rank, p if comm.rank == 2 else None))
+    with refused("disagree", "fix: ", "rank 0: a\nrank 2: b", error=Mismatch):
+        comm.agree("b" if comm.rank == 2 else "a")
 
 
 def test_checks_on_demand(monkeypatch):
