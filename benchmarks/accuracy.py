@@ -27,25 +27,15 @@ _HEAD_DIM = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One measured number with its prediction.
+    """One measured number with its prediction."""
 
-    Attributes:
-        group: Who measured it, and whether it is of attention or training.
-        name: The run.
-        source: File or publication with the number.
-        quantity: The measured quantity, with its unit.
-        actual: The measured number.
-        predicted: The planner's number.
-        assumed: Assumptions that the source does not state, or limits of the comparison.
-    """
-
-    group: str
-    name: str
-    source: str
-    quantity: str
-    actual: float
-    predicted: float
-    assumed: str = ""
+    group: str  # who measured it, and whether it is of attention or training
+    name: str  # the run
+    source: str  # file or publication with the number
+    quantity: str  # what was measured, with its unit
+    actual: float  # as measured
+    predicted: float  # by the planner
+    assumed: str = ""  # assumptions that the source does not state, or limits of the comparison
 
     @property
     def error(self) -> float:

@@ -202,12 +202,7 @@ def _strategies(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def predicted_choice(row: Mapping[str, Any], ranks: int) -> tuple[str, dict[str, float]]:
-    """Return the choice of "auto" in a recorded case on H200s, and the predicted milliseconds of measured strategies.
-
-    Args:
-        row: A row of the record.
-        ranks: The number of GPUs.
-    """
+    """Return the choice of "auto" in a recorded case on H200s, and predicted milliseconds of measured strategies."""
     layout = make_layout("zigzag", ranks, row["tokens"] // ranks)
     q, k = (torch.empty(1, layout.tokens, row[heads], HEAD_DIM, **_META) for heads in ("query_heads", "kv_heads"))
     mask, machine = _mask(row["mask"], row["tokens"]), load_hardware("h200")

@@ -31,17 +31,11 @@ CASES = "8K+8x4K,64K+2x4K,64K+16x4K"
 
 
 class Case(NamedTuple):
-    """Rows with a shared prompt.
+    """Rows with a shared prompt."""
 
-    Attributes:
-        prompt: Tokens of the prompt.
-        answers: Number of rows.
-        answer: Tokens of each answer.
-    """
-
-    prompt: int
-    answers: int
-    answer: int
+    prompt: int  # tokens of the prompt
+    answers: int  # number of rows
+    answer: int  # tokens of each answer
 
     @classmethod
     def parse(cls, text: str) -> "Case":
@@ -72,9 +66,7 @@ class Case(NamedTuple):
     def flops(self, config: Any, weights: int) -> tuple[float, float]:
         """Return the FLOPs of a step, of the tree and of the rows.
 
-        Args:
-            config: Configuration of the model.
-            weights: Weights of the model that are multiplied, for each token once: without the embedding.
+        `weights` are those that are multiplied, for each token once: without the embedding.
         """
         attention = 4 * 3.5 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
         tree, rows = (6.0 * weights * n + attention * pairs for n, pairs in zip(self.tokens, self.pairs, strict=True))

@@ -230,27 +230,16 @@ def main_job_record(runs: list[FinishedRun], machine: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeJob:
-    """The job of a recipe.
+    """The job of a recipe."""
 
-    Attributes:
-        kind: "pretrain", "extend" or "chat".
-        model: The preset.
-        tokens: Tokens per sequence.
-        gpus: GPUs, on one node.
-        hardware: A name for `load_hardware`.
-        batch: Sequences per step.
-        lora: Whether adapters are trained.
-        base: Placeholder for the initial weights; "": the name of the model.
-    """
-
-    kind: str
-    model: str
-    tokens: int
-    gpus: int
-    hardware: str
-    batch: int = 1
-    lora: bool = False
-    base: str = ""
+    kind: str  # "pretrain", "extend" or "chat"
+    model: str  # preset
+    tokens: int  # tokens per sequence
+    gpus: int  # GPUs, on one node
+    hardware: str  # a name for `load_hardware`
+    batch: int = 1  # sequences per step
+    lora: bool = False  # whether adapters are trained
+    base: str = ""  # placeholder for the initial weights; "": the name of the model
 
     @property
     def name(self) -> str:

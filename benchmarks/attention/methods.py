@@ -29,13 +29,7 @@ _LAYOUTS = {"causal": "zigzag", "documents": "zigzag", "full": "contiguous", "wi
 
 
 class Ours(Method):
-    """`burst_attention` with a strategy and a transport, in the best layout for the mask.
-
-    Args:
-        strategy: See `burst_attention`.
-        transport: See `burst_attention`.
-        balanced: Whether the layout is "balanced", for documents.
-    """
+    """`burst_attention` with a strategy and a transport, in the best layout for the mask."""
 
     masks = (*MASKS, TREE)
 

@@ -131,12 +131,7 @@ def _estimate(results: Results[TrainCell], cell: TrainCell) -> float:
 
 
 def draw(results: Results[TrainCell], stem: Path) -> list[Path]:
-    """Draw every comparison that has a measured cell, and return the pictures' paths.
-
-    Args:
-        results: The results.
-        stem: Prefix of the pictures' paths.
-    """
+    """Draw every comparison that has a measured cell, and return the pictures' paths."""
     paths: list[Path] = []
     for title, rows in over_tokens(results):
         if is_measured(rows):
