@@ -32,8 +32,7 @@ OTHERS = {
         ("not causal", "it drafts for another model, and takes that model's hidden states, keys and values"),
     ),
     **dict.fromkeys(
-        ("musicgen", "musicgen_melody"),
-        ("not text", "its tokens are codes of sound, of several codebooks at a time"),
+        ("musicgen", "musicgen_melody"), ("not text", "its tokens are codes of sound, of several codebooks at a time")
     ),
 }
 """Types that are no model of text by themselves, with the result and the reason."""

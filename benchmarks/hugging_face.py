@@ -281,12 +281,6 @@ def table(found: Mapping[str, Any]) -> str:
 
 BENCHMARKS = (
     RowBenchmark(
-        name="hugging-face",
-        about=__doc__,
-        configure=_configure,
-        measure=_measure,
-        table=table,
-        line=line_of,
-        ranks=2,
+        name="hugging-face", about=__doc__, configure=_configure, measure=_measure, table=table, line=line_of, ranks=2
     ),
 )

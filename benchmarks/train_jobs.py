@@ -342,12 +342,7 @@ def expectation(text: str) -> dict[str, float]:
     comments = (line.removeprefix("#   ").partition(": ") for line in text.splitlines() if line.startswith("#   "))
     lines = {name: numbers.replace(",", "").split() for name, _, numbers in comments}
     speed, gpu, host = lines["speed"], lines["memory of a GPU"], lines["memory of a host"]
-    return {
-        "tokens/s": float(speed[0]),
-        "seconds": float(speed[-4]),
-        "gpu": float(gpu[0]),
-        "host": float(host[0]),
-    }
+    return {"tokens/s": float(speed[0]), "seconds": float(speed[-4]), "gpu": float(gpu[0]), "host": float(host[0])}
 
 
 def _recipes(_args: argparse.Namespace) -> None:

@@ -190,9 +190,7 @@ def _single(single: SingleFault, bench: Workspace, place: Path, fault: Fault, lo
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     counts = ", ".join(f"{name} {kind.points}" for name, kind in KINDS.items())
     parser.add_argument("--points", type=int, metavar="N", help=f"faults of each kind; default: {counts}")

@@ -28,13 +28,7 @@ from benchmarks.faults.inject import (
 )
 from benchmarks.faults.programs import Fault, Program, RunWatch, UndisturbedRun, base_of
 
-CHECKPOINT_FILES = (
-    "config.json",
-    "model.safetensors",
-    "optimizer.safetensors",
-    "random.safetensors",
-    "state.json",
-)
+CHECKPOINT_FILES = ("config.json", "model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json")
 TOKEN_CACHE, TOKEN_FILE = "token cache", "token file"
 SEEN = re.compile(
     r"damag|checksum|corrupt|truncat|is missing|not of format|not JSON|no valid|of another|do(es)? not match|holds no|"

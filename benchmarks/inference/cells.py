@@ -101,10 +101,7 @@ class InferenceCell(BaseCell):
     def work(self) -> InferenceWork:
         """FLOPs and bytes of the cell, for its bounds."""
         return InferenceWork(
-            config=self.config,
-            batch=self.batch,
-            itemsize=ITEMSIZE.get(self.dtype, 2),
-            is_causal=self.mask == CAUSAL,
+            config=self.config, batch=self.batch, itemsize=ITEMSIZE.get(self.dtype, 2), is_causal=self.mask == CAUSAL
         )
 
     @property

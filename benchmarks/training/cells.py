@@ -208,10 +208,7 @@ def bound(cell: TrainCell, rates: Rates) -> Bound:
     products = (
         6.0 * multiplied(model) * cell.tokens * cell.batch
     )  # 2 N each: forward, gradient of inputs, gradient of weights
-    return Bound(
-        attention=attention / rates.attention / cell.ranks,
-        matmul=products / rates.matmul / cell.ranks,
-    )
+    return Bound(attention=attention / rates.attention / cell.ranks, matmul=products / rates.matmul / cell.ranks)
 
 
 def utilisation(cell: TrainCell, seconds: float, peak: float, *, attention_backward: float) -> float:

@@ -191,10 +191,7 @@ def _measure_steps(cell: TrainCell, run: TrainRun) -> Row:
     gc.collect()
     run.gauge.clear()
     after = _measure_rates(cell, run.setting)
-    rates = Rates(
-        attention=(before.attention + after.attention) / 2,
-        matmul=(before.matmul + after.matmul) / 2,
-    )
+    rates = Rates(attention=(before.attention + after.attention) / 2, matmul=(before.matmul + after.matmul) / 2)
     losses = [step.loss for step in found]
     row |= {"warm_up_milliseconds": warm_up, "losses": losses, "rates": _teraflops(before, after)}
     return row | _evaluated(cell, Times.of(milliseconds), rates, run.device)

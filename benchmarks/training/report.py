@@ -6,17 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from benchmarks.engine.kinds import OK, Results, Row
-from benchmarks.engine.report import (
-    Rows,
-    grid,
-    groups,
-    known,
-    markdown_table,
-    note,
-    rank_kind,
-    ranks_name,
-    spread_name,
-)
+from benchmarks.engine.report import Rows, grid, groups, known, markdown_table, note, rank_kind, ranks_name, spread_name
 from benchmarks.training.cells import ZERO, Rates, TrainCell, bound
 from bmburst.amounts import short
 

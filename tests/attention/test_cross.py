@@ -119,8 +119,7 @@ STRATEGIES = [pair for pair in product(("heads", "gather", "kv", "burst"), LAYOU
 
 
 @pytest.mark.parametrize(
-    ("size", "causal", "strategy", "key_layout", "layout"),
-    pairwise([1, 2, 3], [True, False], STRATEGIES, LAYOUTS),
+    ("size", "causal", "strategy", "key_layout", "layout"), pairwise([1, 2, 3], [True, False], STRATEGIES, LAYOUTS)
 )
 def test_documents_of_either_sequence_may_be_empty(size, causal, strategy, key_layout, layout):
     mask, layouts = replace(EMPTY, causal=causal), (layout, key_layout)

@@ -110,14 +110,10 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             at_work=lambda s: 2 * s.scores,
         ),
         "tensor parallel v1, attention's half": Method(
-            forward=lambda s: 2 * s.q * _hops(s),
-            backward=lambda s: 2 * s.q * _hops(s),
-            kept=_ours,
+            forward=lambda s: 2 * s.q * _hops(s), backward=lambda s: 2 * s.q * _hops(s), kept=_ours
         ),
         "tensor parallel v3, attention's half": Method(
-            forward=lambda s: 2 * s.q * _hops(s),
-            backward=lambda s: 2 * s.q * _hops(s),
-            kept=_ours,
+            forward=lambda s: 2 * s.q * _hops(s), backward=lambda s: 2 * s.q * _hops(s), kept=_ours
         ),
         "burst": Method(
             forward=lambda s: 2 * s.k * _hops(s),
@@ -131,10 +127,6 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
         "heads (Ulysses) over NCCL": _HEADS,
         "heads (Ulysses) by peer copies, the default": _HEADS,
-        "gather": Method(
-            forward=lambda s: 2 * s.k * _hops(s),
-            backward=lambda s: 4 * s.k * _hops(s),
-            kept=_ours,
-        ),
+        "gather": Method(forward=lambda s: 2 * s.k * _hops(s), backward=lambda s: 4 * s.k * _hops(s), kept=_ours),
     }
 )

@@ -11,16 +11,7 @@ from benchmarks.engine import job as job_module
 from benchmarks.engine.job import Job
 from benchmarks.engine.kinds import FAILED, OK, REFUSED, Results
 from benchmarks.engine.report import markdown, row_line
-from benchmarks.training.cells import (
-    METHODS,
-    Rates,
-    TrainCell,
-    TrainSelection,
-    bound,
-    flops,
-    list_cells,
-    utilisation,
-)
+from benchmarks.training.cells import METHODS, Rates, TrainCell, TrainSelection, bound, flops, list_cells, utilisation
 from benchmarks.training.kind import KIND, draw
 from benchmarks.training.report import furthest, running_median, shown_steps, to_all_layers
 from bmburst.cli import main

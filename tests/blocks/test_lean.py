@@ -218,10 +218,7 @@ def test_a_loss_that_is_dropped_frees_host_memory_at_once():
             gc.enable()
 
 
-MASKS = {
-    "documents": Documents((17, 12, 16)),
-    "one for each sample": (Documents((17, 28)), Documents((3, 40, 2))),
-}
+MASKS = {"documents": Documents((17, 12, 16)), "one for each sample": (Documents((17, 28)), Documents((3, 40, 2)))}
 
 
 @pytest.mark.parametrize(("size", "mask", "policies"), in_turn([1, 2], MASKS, [[*POLICIES[::5]], [*POLICIES[1:5]]]))
@@ -240,8 +237,7 @@ def _masks_of_a_batch(mask, policies):
 
 
 @pytest.mark.parametrize(
-    ("size", "strategies"),
-    [(2, ("heads", "burst")), *long((2, ("gather", "kv")), (4, ("heads", "heads+ring")))],
+    ("size", "strategies"), [(2, ("heads", "burst")), *long((2, ("gather", "kv")), (4, ("heads", "heads+ring")))]
 )
 @on_program()
 def test_every_strategy_attends_with_some_heads_at_a_time(size, strategies):

@@ -19,19 +19,10 @@ REDUCE = f"{DIFFER} | all_gather | rank 1: all_reduce"
     ("call", "words"),
     [
         (lambda c: c.ring(torch.zeros(2 + c.rank)), f"{DIFFER} | shift=1 float32[2] | shift=1 float32[3]"),
-        (
-            lambda c: c.ring(torch.zeros(2), shift=1 + 2 * c.rank),
-            f"{DIFFER} | ring shift=1 | ring shift=3",
-        ),
-        (
-            lambda c: c.ring(torch.zeros(2, dtype=[torch.float32, torch.float64][c.rank])),
-            FLOATS,
-        ),
+        (lambda c: c.ring(torch.zeros(2), shift=1 + 2 * c.rank), f"{DIFFER} | ring shift=1 | ring shift=3"),
+        (lambda c: c.ring(torch.zeros(2, dtype=[torch.float32, torch.float64][c.rank])), FLOATS),
         (lambda c: c.ring(*[torch.zeros(9, 9, 9)] * 40, torch.zeros(2 + c.rank)), f"{DIFFER} | #"),  # far behind
-        (
-            lambda c: c.all_reduce(torch.zeros(2)) if c.rank else c.all_gather(torch.zeros(2)),
-            REDUCE,
-        ),
+        (lambda c: c.all_reduce(torch.zeros(2)) if c.rank else c.all_gather(torch.zeros(2)), REDUCE),
         (lambda c: c.all_reduce(torch.zeros(2 + c.rank)), f"{DIFFER} | rank 1: all_reduce float32[3]"),
         (lambda c: c.all_gather(torch.zeros(2 + c.rank)), f"{DIFFER} | rank 1: all_gather float32[3]"),
         (lambda c: c.all_to_all(torch.zeros(2, 1 + c.rank)), f"{DIFFER} | rank 1: all_to_all float32[2, 2]"),

@@ -14,12 +14,7 @@ from tests.refusals import refused
 pytestmark = pytest.mark.gpu
 TOKENS = 1001
 PLAIN = tiny.config(
-    vocab_size=512,
-    hidden_size=256,
-    intermediate_size=704,
-    num_layers=3,
-    max_position_embeddings=4096,
-    init_std=0.1,
+    vocab_size=512, hidden_size=256, intermediate_size=704, num_layers=3, max_position_embeddings=4096, init_std=0.1
 )
 SCALED = replace(PLAIN, scale_emb=3.0, scale_depth=0.8, dim_model_base=128)
 FACTORS = {

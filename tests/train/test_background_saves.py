@@ -53,11 +53,7 @@ def contents(folder):
 
 @pytest.mark.parametrize(
     ("ranks", "tensor", "cases"),
-    [
-        (1, 1, ["fp32"]),
-        (2, 1, ["lora", "weights"]),
-        *long((2, 1, ["fp32", "bf16", "offload"]), (2, 2, ["weights"])),
-    ],
+    [(1, 1, ["fp32"]), (2, 1, ["lora", "weights"]), *long((2, 1, ["fp32", "bf16", "offload"]), (2, 2, ["weights"]))],
 )
 def test_a_checkpoint_holds_the_step_at_which_it_was_begun(tmp_path, ranks, tensor, cases):
     tiny.save(tmp_path / "base", SHAPE)
