@@ -11,11 +11,11 @@ class Body:
     """A decorated test, as its ranks run it. Pickle would find the decorator's function under the test's name."""
 
     def __init__(self, test: Test, arguments: Mapping[str, object]) -> None:
-        self._file, self.__name__, self._arguments = test.__module__, test.__name__, arguments
+        self._file, self.__name__, self.arguments = test.__module__, test.__name__, arguments
 
     def __call__(self) -> None:
         decorated = getattr(importlib.import_module(self._file), self.__name__)
-        decorated.__wrapped__(**self._arguments)
+        decorated.__wrapped__(**self.arguments)
 
 
 def on_each_rank(start: Callable[..., None], size: int | None, **options: object) -> Callable[[Test], Test]:

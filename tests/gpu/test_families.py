@@ -8,7 +8,7 @@ import torch
 
 import bmburst
 from tests import tiny
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.refusals import refused
 
 pytestmark = pytest.mark.gpu
@@ -26,15 +26,8 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("size", range(1, min(torch.cuda.device_count(), 2) + 1))
+@on_program(on_gpus=True, seconds=300)
 def test_factors_are_those_on_weights(size):
-    run_program(size, _factors_are_those_on_weights, on_gpus=True, seconds=300)
-
-
-def _factor(name):
-    return next((factor for end, factor in FACTORS.items() if name.endswith(end)), 1.0)
-
-
-def _factors_are_those_on_weights():
     from bmburst.attention.module import BurstAttention
     from bmburst.blocks.model import Llama
     from bmburst.zero import gather, named_shards, scatter
@@ -66,11 +59,12 @@ def _factors_are_those_on_weights():
                 assert (found - wanted).float().norm() <= most * wanted.float().norm(), (dtype, recompute, ours.name)
 
 
+def _factor(name):
+    return next((factor for end, factor in FACTORS.items() if name.endswith(end)), 1.0)
+
+
+@on_program(1, on_gpus=True, seconds=120)
 def test_norms_by_cpm_kernels_are_refused_where_its_code_does_not_run():
-    run_program(1, _norms_by_cpm_kernels_are_refused, on_gpus=True, seconds=120)
-
-
-def _norms_by_cpm_kernels_are_refused():
     from bmburst.blocks.model import Llama
 
     major, minor = torch.cuda.get_device_capability()
