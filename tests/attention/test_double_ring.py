@@ -17,7 +17,7 @@ from bmburst.errors import UserError
 from bmburst.schedule.ring_schedule import make_ring_order
 from bmburst_ops.flash import BackwardInputs
 from tests.attention.oracle import draw, reference
-from tests.attention.test_burst_attention import compare, split_attention
+from tests.attention.test_burst_attention import compare, hold_accuracy
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.live_bytes import LiveBytes
 from tests.pairs import pairwise
@@ -222,20 +222,7 @@ def test_what_cannot_be_is_refused_on_every_rank(comm, size, nodes, words):
 
 
 def test_no_less_accurate_than_one_device():
-    whole = draw(1, 1, 96, 4, 2, 32, torch.bfloat16)
-    exact = reference(*whole[:4], "causal")
-    q, k, v = (t.bfloat16().transpose(1, 2).requires_grad_() for t in whole[:3])
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    grads = torch.autograd.grad(out, (q, k, v), whole[3].bfloat16().transpose(1, 2))
-    single = [t.transpose(1, 2).double() for t in (out, *grads)]
-
-    def body(comm):
-        comm.nodes = 2
-        got = split_attention(comm, whole, "zigzag", "causal", torch.bfloat16, False, strategy="double-ring")
-        for ours, theirs, wanted in zip(got[:1] + got[2:], single, exact[:1] + exact[2:], strict=True):
-            assert (ours.double() - wanted).norm() <= 2 * (theirs - wanted).norm()
-
-    run_ranks(8, body)
+    hold_accuracy(torch.bfloat16, [8], nodes=2, strategy="double-ring")
 
 
 class Echo:
