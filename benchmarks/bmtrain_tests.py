@@ -148,11 +148,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 BENCHMARKS = (
     RowBenchmark(
-        name="bmtrain-tests",
-        about=__doc__,
-        configure=_configure,
-        measure=_measure,
-        table=table,
+        name="bmtrain-tests", about=__doc__, configure=_configure, measure=_measure, table=table,
         line=lambda row: f"{row['name']}: {row['result']} {row['why']}",
     ),
-)
+)  # fmt: skip

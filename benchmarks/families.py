@@ -148,13 +148,8 @@ def _cell_text(error: BaseException) -> str:
 
 BENCHMARKS = (
     RowBenchmark(
-        name="families",
-        about=__doc__,
-        configure=_configure,
-        measure=lambda options: ({}, _rows(options)),
-        table=table,
-        line=lambda row: f"{row['type']}: {row['result']}, {row['reason']}",
-        ranks=2,
+        name="families", about=__doc__, configure=_configure, measure=lambda options: ({}, _rows(options)), table=table,
+        line=lambda row: f"{row['type']}: {row['result']}, {row['reason']}", ranks=2,
         is_wrong=lambda row: row["result"] in BUGS,
     ),
-)
+)  # fmt: skip

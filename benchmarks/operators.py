@@ -316,19 +316,11 @@ def step_parts_table(record: Mapping[str, Any]) -> str:
 
 BENCHMARKS = (
     RowBenchmark(
-        name="elementwise",
-        about=__doc__,
-        configure=_configure_elementwise,
-        measure=_elementwise,
-        table=elementwise_table,
-        needs_gpu=True,
+        name="elementwise", about=__doc__, configure=_configure_elementwise, measure=_elementwise,
+        table=elementwise_table, needs_gpu=True,
     ),
     RowBenchmark(
-        name="step-parts",
-        about=__doc__,
-        configure=_configure_step_parts,
-        measure=_step_parts,
-        table=step_parts_table,
+        name="step-parts", about=__doc__, configure=_configure_step_parts, measure=_step_parts, table=step_parts_table,
         needs_gpu=True,
     ),
-)
+)  # fmt: skip

@@ -266,20 +266,11 @@ def strategies_table(record: Mapping[str, Any]) -> str:
 
 BENCHMARKS = (
     RowBenchmark(
-        name="steps",
-        about=__doc__,
-        configure=_configure_steps,
-        measure=lambda options: ({}, _steps(options)),
-        table=steps_table,
-        line=lambda row: f"{StepCase(*row['case']).name}: {row['seconds']:.3f} s a step",
-        ranks=1,
+        name="steps", about=__doc__, configure=_configure_steps, measure=lambda options: ({}, _steps(options)),
+        table=steps_table, line=lambda row: f"{StepCase(*row['case']).name}: {row['seconds']:.3f} s a step", ranks=1,
     ),
     RowBenchmark(
-        name="strategies",
-        about=__doc__,
-        configure=_configure_strategies,
-        measure=lambda options: ({}, _strategies(options)),
-        table=strategies_table,
-        ranks=2,
+        name="strategies", about=__doc__, configure=_configure_strategies,
+        measure=lambda options: ({}, _strategies(options)), table=strategies_table, ranks=2,
     ),
-)
+)  # fmt: skip

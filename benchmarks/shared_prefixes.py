@@ -165,18 +165,9 @@ def _peak(group: RankGroup) -> float:
 def table(found: Mapping[str, Any]) -> str:
     """Return a record as Markdown."""
     columns = ["rows", "s a step, tree", "s a step, rows", "speedup", "ratio of FLOPs", "GiB, tree", "GiB, rows"]
-    lines = [
-        [
-            row["case"],
-            f"{row['tree_seconds']:.3f}",
-            f"{row['rows_seconds']:.3f}",
-            f"{row['speedup']:.2f}",
-            f"{row['flops_ratio']:.2f}",
-            f"{row['tree_peak_gib']:.1f}",
-            f"{row['rows_peak_gib']:.1f}",
-        ]
-        for row in found["rows"]
-    ]
+    forms = {"tree_seconds": ".3f", "rows_seconds": ".3f", "speedup": ".2f", "flops_ratio": ".2f"}
+    forms |= {"tree_peak_gib": ".1f", "rows_peak_gib": ".1f"}
+    lines = ([row["case"], *(format(row[name], form) for name, form in forms.items())] for row in found["rows"])
     title = f"{found['model']}, {found['layers']} layers, recompute {found['recompute']}:"
     return "\n".join([title, "", *markdown_table(columns, lines)])
 

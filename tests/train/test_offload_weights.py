@@ -196,11 +196,8 @@ def test_gradients_that_are_not_finite_change_nothing(tmp_path):
     assert made.step().grad_norm > 0
 
 
-def test_copies_that_come_late_are_waited_for(tmp_path):
-    run_program(1, _copies_that_come_late_are_waited_for)
-
-
-def _copies_that_come_late_are_waited_for():
+@on_program(1)
+def test_copies_that_come_late_are_waited_for():
     from concurrent.futures import Future
 
     from bmburst.comm.host_memory import HostShard, ShardCopies
@@ -269,11 +266,8 @@ def _copies_that_come_late_are_waited_for():
         assert shard.weights.unique().item() == 6.0
 
 
-def test_an_input_without_gradient_is_no_exception(tmp_path):
-    run_program(2, _an_input_without_gradient_is_no_exception)
-
-
-def _an_input_without_gradient_is_no_exception():
+@on_program(2)
+def test_an_input_without_gradient_is_no_exception():
     import bmtrain as bmt
 
     from bmburst.blocks.gathering import GatherMemory
