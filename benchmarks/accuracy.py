@@ -27,25 +27,15 @@ _HEAD_DIM = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One measured number with its prediction.
+    """One measured number with its prediction."""
 
-    Attributes:
-        group: Who measured it, and whether it is of attention or training.
-        name: The run.
-        source: File or publication with the number.
-        quantity: The measured quantity, with its unit.
-        actual: The measured number.
-        predicted: The planner's number.
-        assumed: Assumptions that the source does not state, or limits of the comparison.
-    """
-
-    group: str
-    name: str
-    source: str
-    quantity: str
-    actual: float
-    predicted: float
-    assumed: str = ""
+    group: str  # who measured it, and whether it is of attention or training
+    name: str  # the run
+    source: str  # file or publication with the number
+    quantity: str  # what was measured, with its unit
+    actual: float  # as measured
+    predicted: float  # by the planner
+    assumed: str = ""  # assumptions that the source does not state, or limits of the comparison
 
     @property
     def error(self) -> float:
@@ -130,19 +120,12 @@ def _measured_attention(rows: Sequence[Mapping[str, Any]], hardware: Hardware) -
         start = 0.0 if alone else hardware.call_start
         forward = cost.forward.total + start
         both = forward + cost.backward.total
-        what = "this project, attention"
         for quantity, actual, predicted in (
             ("forward, ms", row["forward_ms"], forward),
             ("forward + backward, ms", row["both_ms"], both),
         ):
-            yield Comparison(
-                group=what,
-                name=row["cell"],
-                source=row["source"],
-                quantity=quantity,
-                actual=actual,
-                predicted=predicted * 1e3,
-            )
+            run = {"group": "this project, attention", "name": row["cell"], "source": row["source"]}
+            yield Comparison(**run, quantity=quantity, actual=actual, predicted=predicted * 1e3)
 
 
 def _measured_training(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
@@ -164,15 +147,9 @@ def _measured_training(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison
             outside = found.memory.total - found.memory.allocated
             quantities.append(("beside torch's allocator, GiB", row["outside_gib"], outside / GIB))
         for quantity, actual, predicted in quantities:
-            yield Comparison(
-                group="this project, training",
-                name=row["name"],
-                source=row["source"],
-                quantity=quantity,
-                actual=actual,
-                predicted=predicted,
-                assumed=row.get("assumed", "") if quantity == "step, s" else "",
-            )
+            run = {"group": "this project, training", "name": row["name"], "source": row["source"]}
+            run["assumed"] = row.get("assumed", "") if quantity == "step, s" else ""
+            yield Comparison(**run, quantity=quantity, actual=actual, predicted=predicted)
 
 
 def _published_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
@@ -221,17 +198,11 @@ def _published(
     what: str, name: str, row: Mapping[str, Any], values: Mapping[str, tuple[str, float]]
 ) -> Iterator[Comparison]:
     """Yield a comparison for each key of `values` that a row has; `values` maps keys to `(quantity, predicted)`."""
+    name += f", {row['sequence'] // 1024}K, {row['gpus']} x {row['hardware'].upper()}"
+    run = {"group": f"published, {what}", "name": name, "source": row["source"], "assumed": row.get("assumed", "")}
     for key, (quantity, predicted) in values.items():
         if key in row:
-            yield Comparison(
-                group=f"published, {what}",
-                name=f"{name}, {row['sequence'] // 1024}K, {row['gpus']} x {row['hardware'].upper()}",
-                source=row["source"],
-                quantity=quantity,
-                actual=row[key],
-                predicted=predicted,
-                assumed=row.get("assumed", ""),
-            )
+            yield Comparison(**run, quantity=quantity, actual=row[key], predicted=predicted)
 
 
 if __name__ == "__main__":

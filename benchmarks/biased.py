@@ -115,8 +115,7 @@ def _tokens(length: int) -> Tokens:
     zeros = torch.zeros_like(ones)
     is_given = position < length // 2
     return bee_tokens(
-        *(position, segment, SEGMENTS * ones, zeros, zeros, zeros, is_given),
-        torch.tensor([length], device="cuda"),
+        *(position, segment, SEGMENTS * ones, zeros, zeros, zeros, is_given), torch.tensor([length], device="cuda")
     )
 
 

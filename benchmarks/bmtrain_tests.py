@@ -40,21 +40,13 @@ KNOWN = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of one test file.
+    """The result of one test file."""
 
-    Attributes:
-        name: Name of the file, without "test_" and ".py".
-        ranks: Number of ranks.
-        result: `PASSED`, `FAILED`, `LATE` or `SKIPPED`.
-        seconds: Run time.
-        why: Why it did not pass; empty if it passed.
-    """
-
-    name: str
+    name: str  # name of the file, without "test_" and ".py"
     ranks: int
-    result: str
+    result: str  # `PASSED`, `FAILED`, `LATE` or `SKIPPED`
     seconds: float
-    why: str = ""
+    why: str = ""  # why it did not pass; empty if it passed
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -75,9 +67,7 @@ def _measure(options: argparse.Namespace) -> Measured:
 def find_files(clone: Path, only: Sequence[str] | None = None) -> dict[str, int]:
     """Return the number of ranks of each test file of a clone, by name in alphabetical order.
 
-    Args:
-        clone: Clone of BMTrain.
-        only: Names of files; None or empty: all.
+    Without `only`, these are all files.
 
     Raises:
         UserError: The folder is not a clone of BMTrain, or a file does not exist.
@@ -99,12 +89,7 @@ def find_files(clone: Path, only: Sequence[str] | None = None) -> dict[str, int]
 def run_file(clone: Path, name: str, ranks: int, timeout: float, memory: Mapping[str, int] = _MEMORY) -> Outcome:
     """Run one test file on the host runtime.
 
-    Args:
-        clone: Clone of BMTrain.
-        name: Name of the file, without "test_" and ".py".
-        ranks: Number of ranks.
-        timeout: Seconds after which it is ended.
-        memory: Bytes that files need on all ranks.
+    It is ended after `timeout` seconds; `memory` are the bytes that files need on all ranks.
     """
     needed = memory.get(name, 0)
     if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
@@ -132,12 +117,7 @@ def run_file(clone: Path, name: str, ranks: int, timeout: float, memory: Mapping
 def judge(name: str, ranks: int, status: int, seconds: float, output: str) -> Outcome:
     """Return the outcome of a finished file.
 
-    Args:
-        name: Name of the file.
-        ranks: Number of ranks.
-        status: Exit status.
-        seconds: Run time.
-        output: Standard output and standard error.
+    `output` is standard output and standard error.
     """
     if status == 0:
         return Outcome(name=name, ranks=ranks, result=PASSED, seconds=seconds)
@@ -168,11 +148,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 BENCHMARKS = (
     RowBenchmark(
-        name="bmtrain-tests",
-        about=__doc__,
-        configure=_configure,
-        measure=_measure,
-        table=table,
+        name="bmtrain-tests", about=__doc__, configure=_configure, measure=_measure, table=table,
         line=lambda row: f"{row['name']}: {row['result']} {row['why']}",
     ),
-)
+)  # fmt: skip

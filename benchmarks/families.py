@@ -32,8 +32,7 @@ OTHERS = {
         ("not causal", "it drafts for another model, and takes that model's hidden states, keys and values"),
     ),
     **dict.fromkeys(
-        ("musicgen", "musicgen_melody"),
-        ("not text", "its tokens are codes of sound, of several codebooks at a time"),
+        ("musicgen", "musicgen_melody"), ("not text", "its tokens are codes of sound, of several codebooks at a time")
     ),
 }
 """Types that are no model of text by themselves, with the result and the reason."""
@@ -149,13 +148,8 @@ def _cell_text(error: BaseException) -> str:
 
 BENCHMARKS = (
     RowBenchmark(
-        name="families",
-        about=__doc__,
-        configure=_configure,
-        measure=lambda options: ({}, _rows(options)),
-        table=table,
-        line=lambda row: f"{row['type']}: {row['result']}, {row['reason']}",
-        ranks=2,
+        name="families", about=__doc__, configure=_configure, measure=lambda options: ({}, _rows(options)), table=table,
+        line=lambda row: f"{row['type']}: {row['result']}, {row['reason']}", ranks=2,
         is_wrong=lambda row: row["result"] in BUGS,
     ),
-)
+)  # fmt: skip

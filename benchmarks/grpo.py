@@ -72,12 +72,7 @@ def _measure(options: argparse.Namespace) -> Measured:
 
 
 def rows(options: argparse.Namespace, starter: Start = launch) -> Iterator[Row]:
-    """Yield a row for each prompt length and way.
-
-    Args:
-        options: The command line.
-        starter: Runs a command on ranks and returns the exit status.
-    """
+    """Yield a row for each prompt length and way."""
     length = options.prompt
     while True:
         found: list[Row] = []
@@ -228,12 +223,7 @@ def _trainer(way: str, options: argparse.Namespace, group: RankGroup, folder: Pa
 
 
 class _Drawn:
-    """In place of generation: a prompt of random tokens for each text, and random completions.
-
-    Args:
-        prompt: Tokens of a prompt.
-        completion: Tokens of a completion.
-    """
+    """In place of generation: a prompt of random tokens for each text, and random completions."""
 
     def __init__(self, prompt: int, completion: int) -> None:
         self._prompt, self._completion = prompt, completion

@@ -54,16 +54,7 @@ class Cell(NamedTuple):
 
 
 class Training:
-    """A model under FSDP2 with its optimizer.
-
-    Args:
-        config: Configuration of the model.
-        device: Device of this rank.
-        policy: Recompute policy.
-        keep_gathered: Whether weights stay gathered between forward and backward.
-        lr: Learning rate.
-        layout: Layout of the tokens.
-    """
+    """A model under FSDP2 with its optimizer."""
 
     def __init__(
         self,
@@ -94,9 +85,7 @@ class Training:
     def step(self, ids: Tensor, split: SplitSequences | None = None) -> float:
         """Train one step on `[1, length]` token ids and return the mean loss in nats per token.
 
-        Args:
-            ids: The token ids, on any device.
-            split: Splits them; None: over all ranks.
+        `split` splits them; by default over all ranks.
         """
         split = split or self.split
         loss = split.part(ids).loss(self.model)
@@ -146,23 +135,13 @@ def _measure(options: argparse.Namespace) -> Measured:
 
 
 def shape_of(preset: str, layers: int | None) -> PreTrainedConfig:
-    """Return the configuration of a preset.
-
-    Args:
-        preset: A name of `bmburst.blocks.presets`.
-        layers: Number of layers; None: that of the preset.
-    """
+    """Return the configuration of a preset."""
     values = PRESETS[preset].to_hugging_face() | ({} if layers is None else {"num_hidden_layers": layers})
     return AutoConfig.for_model(**values | {"use_cache": False})
 
 
 def random_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """Return a model on the meta device, without weights.
-
-    Args:
-        config: Its configuration.
-        attention: The `attn_implementation`.
-    """
+    """Return a model on the meta device, without weights."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.float32
@@ -302,12 +281,6 @@ def table(found: Mapping[str, Any]) -> str:
 
 BENCHMARKS = (
     RowBenchmark(
-        name="hugging-face",
-        about=__doc__,
-        configure=_configure,
-        measure=_measure,
-        table=table,
-        line=line_of,
-        ranks=2,
+        name="hugging-face", about=__doc__, configure=_configure, measure=_measure, table=table, line=line_of, ranks=2
     ),
 )

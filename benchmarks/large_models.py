@@ -70,39 +70,22 @@ _SMALL = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A way to train a model; what is not given, the planner chooses.
-
-    Attributes:
-        preset: The model.
-        tokens: Tokens of a sequence.
-        gpus: Number of GPUs.
-        layers: Number of layers; None: those of the preset.
-        batch: Sequences of a step, each a micro-batch.
-        lora: Adapters; None: all weights are trained.
-        state: Type of the optimizer's moments.
-        pipe: Stages of a pipeline.
-        zero: ZeRO stages.
-        recompute: Recompute policies.
-        offload: What may be in host memory.
-        host: GiB of host memory that the run may count on.
-        gpu: GB of a GPU that torch may take; None: all.
-        steps: Measured steps; 0: the first one is measured.
-    """
+    """A way to train a model; what is not given, the planner chooses."""
 
     preset: str
-    tokens: int
-    gpus: int
-    layers: int | None = None
-    batch: int = 1
-    lora: LoRAConfig | None = None
-    state: State = "float32"
-    pipe: int = 1
+    tokens: int  # tokens of a sequence
+    gpus: int  # number of GPUs
+    layers: int | None = None  # number of layers; None: those of the preset
+    batch: int = 1  # sequences of a step, each a micro-batch
+    lora: LoRAConfig | None = None  # adapters; None: all weights are trained
+    state: State = "float32"  # type of the optimizer's moments
+    pipe: int = 1  # stages of a pipeline
     zero: tuple[int, ...] = ZERO
     recompute: tuple[str, ...] = POLICIES
-    offload: tuple[Offload, ...] = tuple(Offload)
-    host: float = 230.0
-    gpu: float | None = None
-    steps: int = 3
+    offload: tuple[Offload, ...] = tuple(Offload)  # what may be in host memory
+    host: float = 230.0  # GiB of host memory that the run may count on
+    gpu: float | None = None  # GB of a GPU that torch may take; None: all
+    steps: int = 3  # measured steps; 0: the first one is measured
 
     @property
     def name(self) -> str:
@@ -125,17 +108,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """Cases whose ranks are started once.
+    """Cases whose ranks are started once."""
 
-    Attributes:
-        cases: The cases, on the same number of GPUs and stages.
-        alone: Whether no other run may use the machine at the same time.
-        limit: Seconds after which it is stopped.
-    """
-
-    cases: tuple[Case, ...]
-    alone: bool = False
-    limit: float = 280.0
+    cases: tuple[Case, ...]  # on the same number of GPUs and stages
+    alone: bool = False  # whether no other run may use the machine at the same time
+    limit: float = 280.0  # seconds after which it is stopped
 
     @property
     def gpus(self) -> int:

@@ -165,11 +165,7 @@ def _fla(function: Callable[..., Any], inputs: list[Tensor], **options: Any) -> 
 def fla_context(length: int, layout: str, device: torch.device, width: int | None = None) -> Any:
     """Return the context of fla's context parallelism over all ranks, for one sequence.
 
-    Args:
-        length: Tokens of the sequence.
-        layout: "contiguous" or "zigzag".
-        device: This rank's device.
-        width: Tokens that a convolution reads, if it is one.
+    `width` is the number of tokens that a convolution reads, if it is one.
     """
     from fla.ops.cp import build_cp_context  # type: ignore[import-not-found]
 

@@ -35,21 +35,13 @@ def refusal() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of a network.
+    """The shape of a network. Each rank has a port to other nodes, as in GPU servers, or a node's ranks share one."""
 
-    Attributes:
-        nodes: Number of nodes.
-        places: Ranks per node.
-        fast: Mbit/s from a rank to its node.
-        slow: Mbit/s from a port to other nodes.
-        port: "rank": each rank has a port to other nodes, as in GPU servers. "node": the ranks of a node share one.
-    """
-
-    nodes: int
-    places: int
-    fast: float
-    slow: float
-    port: Port = "rank"
+    nodes: int  # number of nodes
+    places: int  # ranks per node
+    fast: float  # Mbit/s from a rank to its node
+    slow: float  # Mbit/s from a port to other nodes
+    port: Port = "rank"  # what has a port to other nodes
 
     @property
     def ranks(self) -> int:
@@ -120,11 +112,8 @@ def network(shape: Shape) -> Iterator[Network]:
 def run_ranks(network: Network, program: Sequence[str], port: int, **setting: object) -> Any:
     """Run a program in the namespace of every rank, and return the last line of rank 0's output, parsed as JSON.
 
-    Args:
-        network: The network. `BMBURST_NODE` tells each rank its node.
-        program: Name of a module, and arguments. It must accept `--rank JSON`.
-        port: Port of rank 0 for the rendezvous.
-        setting: Values for the JSON object, in addition to `rank` and the `url` of the rendezvous.
+    `program` is the name of a module and its arguments. It gets `--rank JSON`, an object with `rank`, the `url` of the
+    rendezvous at rank 0's `port`, and `setting`. `BMBURST_NODE` tells each rank its node.
 
     Raises:
         RuntimeError: A rank failed; the message is its output.

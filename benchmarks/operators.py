@@ -140,14 +140,8 @@ def _both(
 ) -> Iterator[Operator]:  # fmt: skip
     """Yield forward and backward of a function.
 
-    Args:
-        name: Name of the operator.
-        function: The operator.
-        inputs: Its inputs.
-        nbytes: Bytes of one tensor.
-        forward: Number of tensors that forward reads and writes.
-        backward: Number of tensors that backward reads and writes.
-        extra: Further bytes that each of them reads.
+    `forward` and `backward` are the numbers of tensors of `nbytes` that they read and write, `extra` are further bytes
+    that each reads.
     """
     yield Operator(f"{name}, forward", lambda: function(*(x.detach() for x in inputs)), forward * nbytes + extra)
     result = function(*inputs)
@@ -160,21 +154,13 @@ def _both(
 
 
 class StepPart(NamedTuple):
-    """A part of a step, in several implementations.
+    """A part of a step, in several implementations."""
 
-    Attributes:
-        name: Name of the part.
-        ways: Implementations by name. All return the same tensors, so that tests can compare them.
-        times: Calls per step.
-        flops: FLOPs of the products of one call.
-        nbytes: Bytes that one call must read and write; 0 if products dominate.
-    """
-
-    name: str
-    ways: Mapping[str, Way]
-    times: int
-    flops: float = 0.0
-    nbytes: float = 0.0
+    name: str  # name of the part
+    ways: Mapping[str, Way]  # implementations by name. All return the same tensors, so that tests can compare them.
+    times: int  # calls per step
+    flops: float = 0.0  # FLOPs of the products of one call
+    nbytes: float = 0.0  # bytes that one call must read and write; 0 if products dominate
 
 
 def _step_parts(options: argparse.Namespace) -> Measured:
@@ -185,14 +171,7 @@ def _step_parts(options: argparse.Namespace) -> Measured:
 
 
 def parts(model: LlamaConfig, tokens: int, ranks: int, device: torch.device) -> Iterator[StepPart]:
-    """Yield each part on its own tensors, which are freed before the next one is created.
-
-    Args:
-        model: The model, for its shape.
-        tokens: Tokens of one rank.
-        ranks: Number of ranks that shard the weights.
-        device: Device of the tensors.
-    """
+    """Yield each part on its own tensors, which are freed before the next one is created."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device)
@@ -337,19 +316,11 @@ def step_parts_table(record: Mapping[str, Any]) -> str:
 
 BENCHMARKS = (
     RowBenchmark(
-        name="elementwise",
-        about=__doc__,
-        configure=_configure_elementwise,
-        measure=_elementwise,
-        table=elementwise_table,
-        needs_gpu=True,
+        name="elementwise", about=__doc__, configure=_configure_elementwise, measure=_elementwise,
+        table=elementwise_table, needs_gpu=True,
     ),
     RowBenchmark(
-        name="step-parts",
-        about=__doc__,
-        configure=_configure_step_parts,
-        measure=_step_parts,
-        table=step_parts_table,
+        name="step-parts", about=__doc__, configure=_configure_step_parts, measure=_step_parts, table=step_parts_table,
         needs_gpu=True,
     ),
-)
+)  # fmt: skip

@@ -202,12 +202,7 @@ def _strategies(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def predicted_choice(row: Mapping[str, Any], ranks: int) -> tuple[str, dict[str, float]]:
-    """Return the choice of "auto" in a recorded case on H200s, and the predicted milliseconds of measured strategies.
-
-    Args:
-        row: A row of the record.
-        ranks: The number of GPUs.
-    """
+    """Return the choice of "auto" in a recorded case on H200s, and predicted milliseconds of measured strategies."""
     layout = make_layout("zigzag", ranks, row["tokens"] // ranks)
     q, k = (torch.empty(1, layout.tokens, row[heads], HEAD_DIM, **_META) for heads in ("query_heads", "kv_heads"))
     mask, machine = _mask(row["mask"], row["tokens"]), load_hardware("h200")
@@ -271,20 +266,11 @@ def strategies_table(record: Mapping[str, Any]) -> str:
 
 BENCHMARKS = (
     RowBenchmark(
-        name="steps",
-        about=__doc__,
-        configure=_configure_steps,
-        measure=lambda options: ({}, _steps(options)),
-        table=steps_table,
-        line=lambda row: f"{StepCase(*row['case']).name}: {row['seconds']:.3f} s a step",
-        ranks=1,
+        name="steps", about=__doc__, configure=_configure_steps, measure=lambda options: ({}, _steps(options)),
+        table=steps_table, line=lambda row: f"{StepCase(*row['case']).name}: {row['seconds']:.3f} s a step", ranks=1,
     ),
     RowBenchmark(
-        name="strategies",
-        about=__doc__,
-        configure=_configure_strategies,
-        measure=lambda options: ({}, _strategies(options)),
-        table=strategies_table,
-        ranks=2,
+        name="strategies", about=__doc__, configure=_configure_strategies,
+        measure=lambda options: ({}, _strategies(options)), table=strategies_table, ranks=2,
     ),
-)
+)  # fmt: skip

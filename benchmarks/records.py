@@ -48,12 +48,7 @@ _MEASURED = _ROOT / "bmburst" / "plan" / "data" / "measured.toml"
 
 
 def main(arguments: Sequence[str] | None = None, files: Iterable[tuple[Path, str]] | None = None) -> int:
-    """Update the files, or with `--check` print those that are out of date; return the exit status.
-
-    Args:
-        arguments: The command line; None for `sys.argv[1:]`.
-        files: Derived files with their new content; None for `derived()`.
-    """
+    """Update the files, or with `--check` print those that are out of date; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
     args = parser.parse_args(arguments)

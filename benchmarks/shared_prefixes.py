@@ -31,17 +31,11 @@ CASES = "8K+8x4K,64K+2x4K,64K+16x4K"
 
 
 class Case(NamedTuple):
-    """Rows with a shared prompt.
+    """Rows with a shared prompt."""
 
-    Attributes:
-        prompt: Tokens of the prompt.
-        answers: Number of rows.
-        answer: Tokens of each answer.
-    """
-
-    prompt: int
-    answers: int
-    answer: int
+    prompt: int  # tokens of the prompt
+    answers: int  # number of rows
+    answer: int  # tokens of each answer
 
     @classmethod
     def parse(cls, text: str) -> "Case":
@@ -72,9 +66,7 @@ class Case(NamedTuple):
     def flops(self, config: Any, weights: int) -> tuple[float, float]:
         """Return the FLOPs of a step, of the tree and of the rows.
 
-        Args:
-            config: Configuration of the model.
-            weights: Weights of the model that are multiplied, for each token once: without the embedding.
+        `weights` are those that are multiplied, for each token once: without the embedding.
         """
         attention = 4 * 3.5 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
         tree, rows = (6.0 * weights * n + attention * pairs for n, pairs in zip(self.tokens, self.pairs, strict=True))
@@ -173,18 +165,9 @@ def _peak(group: RankGroup) -> float:
 def table(found: Mapping[str, Any]) -> str:
     """Return a record as Markdown."""
     columns = ["rows", "s a step, tree", "s a step, rows", "speedup", "ratio of FLOPs", "GiB, tree", "GiB, rows"]
-    lines = [
-        [
-            row["case"],
-            f"{row['tree_seconds']:.3f}",
-            f"{row['rows_seconds']:.3f}",
-            f"{row['speedup']:.2f}",
-            f"{row['flops_ratio']:.2f}",
-            f"{row['tree_peak_gib']:.1f}",
-            f"{row['rows_peak_gib']:.1f}",
-        ]
-        for row in found["rows"]
-    ]
+    forms = {"tree_seconds": ".3f", "rows_seconds": ".3f", "speedup": ".2f", "flops_ratio": ".2f"}
+    forms |= {"tree_peak_gib": ".1f", "rows_peak_gib": ".1f"}
+    lines = ([row["case"], *(format(row[name], form) for name, form in forms.items())] for row in found["rows"])
     title = f"{found['model']}, {found['layers']} layers, recompute {found['recompute']}:"
     return "\n".join([title, "", *markdown_table(columns, lines)])
 

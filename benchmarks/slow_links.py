@@ -57,9 +57,8 @@ class AttentionJob:
     def bytes_between(self, hops: int, returns: int) -> tuple[int, int]:
         """Return the bytes that a rank sends in forward and in backward.
 
-        Args:
-            hops: Hops of blocks: K and V in forward; Q, dO, log-sum-exp and delta in backward.
-            returns: Hops of gradients (dQ) in backward.
+        `hops` are those of blocks: K and V in forward; Q, dO, log-sum-exp and delta in backward. `returns` are those of
+        gradients (dQ).
         """
         statistics = 2 * self.batch * self.tokens * self.heads * 4
         return hops * 2 * self.queries, hops * (2 * self.queries + statistics) + returns * self.queries

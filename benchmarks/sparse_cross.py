@@ -166,12 +166,7 @@ def _cross(options: argparse.Namespace) -> Measured:
 
 
 def sparse_mask(tokens: int, density: float) -> tuple[BlockSparse, float]:
-    """Return a causal mask of random blocks, the same for the same arguments, and its actual density.
-
-    Args:
-        tokens: Tokens of the sequence.
-        density: Target fraction of causal pairs that are visible.
-    """
+    """Return a causal mask of random blocks, the same for the same arguments, and its actual density."""
     blocks = -(-tokens // BLOCK)
     on = np.tri(blocks, dtype=bool) & (np.random.default_rng(_SEED).random((blocks, blocks)) < density)
     mask = BlockSparse(on | np.eye(blocks, dtype=bool), BLOCK, causal=True)

@@ -89,23 +89,16 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """A list.
+    """A list."""
 
-    Attributes:
-        gpus: Number of GPUs that its commands use.
-        runs: The runs of its records, in order.
-    """
-
-    gpus: int
-    runs: tuple[Record, ...]
+    gpus: int  # number of GPUs that its commands use
+    runs: tuple[Record, ...]  # the runs of its records, in order
 
 
 def read_suite(path: Path, only: str = "*") -> Suite:
     """Return the list in a file.
 
-    Args:
-        path: The file.
-        only: `GLOB,...`, patterns of names; other runs are not in the list.
+    Runs whose names match none of `only`, `GLOB,...`, are not in it.
 
     Raises:
         UserError: The file is no list, a record is not valid, or a pattern matches no run.
@@ -142,9 +135,6 @@ def check(words: Sequence[str]) -> str:
     """Read a command by its program's own parser, without running it, and return what it would measure, or "".
 
     Options of pytest, and of programs other than bmburst and Python's modules, are not read.
-
-    Args:
-        words: The command.
 
     Raises:
         UserError: The program does not exist or refuses an option, the command selects no cell, or a file of tests
@@ -183,11 +173,7 @@ def _read(module: str, parser: argparse.ArgumentParser, options: Sequence[str]) 
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 1 if a command failed or was stopped, 2 for bad input.
-
-    Args:
-        words: The arguments; None: those of the process.
-    """
+    """Run the command line and return the exit status: 1 if a command failed or was stopped, 2 for bad input."""
     try:
         return _main(parser().parse_args(words))
     except UserError as error:
@@ -253,11 +239,7 @@ def run(
 ) -> dict[str, dict[str, Any]]:
     """Run what did not run before and fits into the budget, and return what became of each run.
 
-    Args:
-        suite: The list.
-        options: The command line.
-        state: File of the outcomes, written after each command.
-        before: Outcomes of earlier calls, by name.
+    `state` is the file of the outcomes, written after each command; `before` are those of earlier calls, by name.
     """
     ends = time.monotonic() + options.budget
     outcomes = dict(before)

@@ -162,12 +162,7 @@ def _blind(config: Any) -> Any:
 
 
 def tiny_model(name: str, attention: str) -> Any:
-    """Return a tiny model of a type in fp64 with seeded random weights.
-
-    Args:
-        name: The `model_type`.
-        attention: The attn_implementation.
-    """
+    """Return a tiny model of a type in fp64 with seeded random weights."""
     import torch
     from transformers import AutoModelForCausalLM
 

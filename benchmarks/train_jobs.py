@@ -230,27 +230,16 @@ def main_job_record(runs: list[FinishedRun], machine: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeJob:
-    """The job of a recipe.
+    """The job of a recipe."""
 
-    Attributes:
-        kind: "pretrain", "extend" or "chat".
-        model: The preset.
-        tokens: Tokens per sequence.
-        gpus: GPUs, on one node.
-        hardware: A name for `load_hardware`.
-        batch: Sequences per step.
-        lora: Whether adapters are trained.
-        base: Placeholder for the initial weights; "": the name of the model.
-    """
-
-    kind: str
-    model: str
-    tokens: int
-    gpus: int
-    hardware: str
-    batch: int = 1
-    lora: bool = False
-    base: str = ""
+    kind: str  # "pretrain", "extend" or "chat"
+    model: str  # preset
+    tokens: int  # tokens per sequence
+    gpus: int  # GPUs, on one node
+    hardware: str  # a name for `load_hardware`
+    batch: int = 1  # sequences per step
+    lora: bool = False  # whether adapters are trained
+    base: str = ""  # placeholder for the initial weights; "": the name of the model
 
     @property
     def name(self) -> str:
@@ -353,12 +342,7 @@ def expectation(text: str) -> dict[str, float]:
     comments = (line.removeprefix("#   ").partition(": ") for line in text.splitlines() if line.startswith("#   "))
     lines = {name: numbers.replace(",", "").split() for name, _, numbers in comments}
     speed, gpu, host = lines["speed"], lines["memory of a GPU"], lines["memory of a host"]
-    return {
-        "tokens/s": float(speed[0]),
-        "seconds": float(speed[-4]),
-        "gpu": float(gpu[0]),
-        "host": float(host[0]),
-    }
+    return {"tokens/s": float(speed[0]), "seconds": float(speed[-4]), "gpu": float(gpu[0]), "host": float(host[0])}
 
 
 def _recipes(_args: argparse.Namespace) -> None:

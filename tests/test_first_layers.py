@@ -10,7 +10,7 @@ import torch
 import bmburst
 from bmburst.blocks.presets import PRESETS
 from tests.attention.counting import count_forward
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 
 MODEL = replace(PRESETS["llama-tiny"], num_layers=3)
 TOKENS = 45
@@ -26,11 +26,8 @@ POLICIES = {  # how often each layer runs in a step, and how often attention doe
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@on_program()
 def test_the_first_layers_are_computed_again_and_no_bit_changes(size):
-    run_program(size, _the_first_layers_are_computed_again_and_no_bit_changes)
-
-
-def _the_first_layers_are_computed_again_and_no_bit_changes():
     wanted = None
     for policy, expected in POLICIES.items():
         loss, gradients, counts = step(policy)

@@ -121,19 +121,12 @@ BALANCED, LLAMA3 = "-balanced", "-llama3"  # suffixes of the names of methods fo
 
 
 class AttentionSuite(NamedTuple):
-    """The defaults of a suite.
+    """The defaults of a suite."""
 
-    Attributes:
-        tokens: Sequence lengths.
-        batches: Batch sizes.
-        setups: `(heads, kv_heads)`.
-        masks: The masks of the suite; options cannot add masks.
-    """
-
-    tokens: tuple[int, ...]
-    batches: tuple[int, ...] = (1,)
-    setups: tuple[tuple[int, int], ...] = (MHA, GQA)
-    masks: tuple[str, ...] = PLAIN_MASKS
+    tokens: tuple[int, ...]  # sequence lengths
+    batches: tuple[int, ...] = (1,)  # batch sizes
+    setups: tuple[tuple[int, int], ...] = (MHA, GQA)  # `(heads, kv_heads)`
+    masks: tuple[str, ...] = PLAIN_MASKS  # the masks of the suite; options cannot add masks
 
 
 SUITES: Mapping[str, AttentionSuite] = MappingProxyType(
@@ -151,25 +144,14 @@ SUITES: Mapping[str, AttentionSuite] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(BaseCell):
-    """One measurement.
+    """One measurement; `suite` is one of `SUITES`, `method` is a name of `benchmarks.attention.methods`."""
 
-    Attributes:
-        suite: One of `SUITES`.
-        method: A name of `benchmarks.attention.methods`.
-        tokens: Tokens of the whole sequence.
-        batch: Number of sequences.
-        heads: Query heads.
-        kv_heads: Key/value heads.
-        head_dim: Features of a head.
-        mask: One of `MASKS`, or `TREE`.
-    """
-
-    tokens: int
-    batch: int = 1
-    heads: int
-    kv_heads: int
-    head_dim: int = HEAD_DIM
-    mask: str = "causal"
+    tokens: int  # tokens of the whole sequence
+    batch: int = 1  # number of sequences
+    heads: int  # query heads
+    kv_heads: int  # key/value heads
+    head_dim: int = HEAD_DIM  # features of a head
+    mask: str = "causal"  # one of `MASKS`, or `TREE`
 
     @property
     def is_causal(self) -> bool:
@@ -211,18 +193,13 @@ def cell_of(cell: BaseCell, model: LlamaConfig, tokens: int, batch: int, mask: s
 class Selection(BaseSelection):
     """Selects the cells to list; for None the defaults of the suite apply.
 
-    Attributes:
-        heads: `(heads, kv_heads)` setups, instead of MHA and GQA.
-        head_dim: Features of a head.
-        masks: Names of masks, in the order of measurement.
-
     Raises:
         UserError: Heads or a length do not divide.
     """
 
-    heads: tuple[tuple[int, int], ...] | None = None
-    head_dim: int = HEAD_DIM
-    masks: tuple[str, ...] = (*MASKS, TREE)
+    heads: tuple[tuple[int, int], ...] | None = None  # `(heads, kv_heads)` setups, instead of MHA and GQA
+    head_dim: int = HEAD_DIM  # features of a head
+    masks: tuple[str, ...] = (*MASKS, TREE)  # names of masks, in the order of measurement
 
     def __post_init__(self) -> None:
         for heads, kv_heads in self.heads or ():
@@ -288,19 +265,12 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """Bytes of one rank's tensors.
+    """Bytes of one rank's tensors."""
 
-    Attributes:
-        q: Bytes of q, also of the output.
-        k: Bytes of k, also of v.
-        statistics: Bytes of one fp32 number per query and head.
-        wide: Bytes of fp32 divided by the cell's item size: the factor for accumulators.
-    """
-
-    q: int
-    k: int
-    statistics: int
-    wide: float
+    q: int  # bytes of q, also of the output
+    k: int  # bytes of k, also of v
+    statistics: int  # bytes of one fp32 number per query and head
+    wide: float  # bytes of fp32 divided by the cell's item size: the factor for accumulators
 
     @property
     def held(self) -> int:

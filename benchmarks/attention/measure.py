@@ -115,14 +115,6 @@ def measure_speed(
     * `host_us`: median microseconds of the host per call, forward (with autograd) and backward, of the slowest rank.
     * Under documents and windows, `arithmetic_ms`: the time of one GPU's kernel for the same FLOPs under a
       plain causal mask; and `times_arithmetic`: the method's time divided by that, median over the rounds.
-
-    Args:
-        method: The method.
-        cell: The cell.
-        setting: Ranks and kernel.
-        gauge: Measures the memory.
-        job: The job.
-        timer: Measures calls.
     """
     traffic, decided = method.resolve(cell, setting)
     gauge.clear()
@@ -216,15 +208,10 @@ def _measure(
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """Attention over a whole sequence, the same on every rank.
+    """Attention over a whole sequence, the same on every rank."""
 
-    Attributes:
-        inputs: q, k, v and dO in the cell's dtype, `[batch, tokens, heads, head_dim]`.
-        exact: O, dQ, dK and dV in fp64, computed from the rounded inputs.
-    """
-
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
-    exact: tuple[Tensor, Tensor, Tensor, Tensor]
+    inputs: tuple[Tensor, ...]  # q, k, v and dO in the cell's dtype, `[batch, tokens, heads, head_dim]`
+    exact: tuple[Tensor, ...]  # O, dQ, dK and dV in fp64, computed from the rounded inputs
 
 
 def measure_accuracy(method: Method, cell: Cell, setting: Setting) -> dict[str, Any]:
@@ -334,23 +321,14 @@ def prepare_block_on_one_gpu(cell: Cell, setting: Setting) -> Calls:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Block:
-    """An attention block on a rank: weights, hidden states and rotary angles.
+    """An attention block on a rank: weights, hidden states and rotary angles."""
 
-    Attributes:
-        hidden: Input, `[batch, local_tokens, width]`.
-        grad: Gradient of the output, with the shape of `hidden`.
-        qkv: Weight, `[(heads + 2 kv_heads) x dim, width]`.
-        out: Weight, `[width, heads x dim]`.
-        angles: Cosine and sine, `[batch, local_tokens, dim / 2]` in fp32.
-        split: Numbers of heads of q, k and v.
-    """
-
-    hidden: Tensor
-    grad: Tensor
-    qkv: Tensor
-    out: Tensor
-    angles: tuple[Tensor, Tensor]
-    split: tuple[int, int, int]
+    hidden: Tensor  # input, `[batch, local_tokens, width]`
+    grad: Tensor  # gradient of the output, with the shape of `hidden`
+    qkv: Tensor  # weight, `[(heads + 2 kv_heads) x dim, width]`
+    out: Tensor  # weight, `[width, heads x dim]`
+    angles: tuple[Tensor, Tensor]  # cosine and sine, `[batch, local_tokens, dim / 2]` in fp32
+    split: tuple[int, int, int]  # numbers of heads of q, k and v
 
     @classmethod
     def random(cls, cell: Cell, setting: Setting, positions: Tensor) -> "_Block":

@@ -119,19 +119,12 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Settings of a run that a method needs, besides the cell.
-
-    Attributes:
-        group: The ranks.
-        kernel: The kernel under test.
-        kernel_name: The name of the --kernel option, for methods that select a kernel themselves.
-        deterministic: Whether gradients must be bitwise reproducible, if the method supports it.
-    """
+    """Settings of a run that a method needs, besides the cell."""
 
     group: RankGroup
-    kernel: LocalKernel
-    kernel_name: str = "auto"
-    deterministic: bool = False
+    kernel: LocalKernel  # the kernel under test
+    kernel_name: str = "auto"  # the name of the --kernel option, for methods that select a kernel themselves
+    deterministic: bool = False  # whether gradients must be bitwise reproducible, if the method supports it
 
 
 def applied(function: type[torch.autograd.Function], *arguments: object) -> Attend:
@@ -145,15 +138,10 @@ def applied(function: type[torch.autograd.Function], *arguments: object) -> Atte
 
 
 class Method(ABC):
-    """One way to run attention over ranks. This base class shards a sequence into equal parts.
+    """One way to run attention over ranks. This base class shards a sequence into equal parts."""
 
-    Attributes:
-        name: Name of the method in cells.
-        masks: The masks that it supports.
-    """
-
-    name = ""
-    masks: tuple[str, ...] = PLAIN_MASKS
+    name = ""  # of the method in cells
+    masks: tuple[str, ...] = PLAIN_MASKS  # the masks that it supports
 
     def refusal(self, cell: Cell) -> str | None:
         """Return why the cell cannot run, as far as its mask and shape determine that, or None."""
@@ -283,16 +271,10 @@ class _Local(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Calls of a method on one rank's tensors.
+    """Calls of a method on one rank's tensors; `host` returns the host's seconds in attention and in its backward."""
 
-    Attributes:
-        forward: Attention without autograd.
-        both: Attention and the gradients of q, k and v.
-        host: Returns the seconds of the host in attention with autograd, and in its backward pass; None if unknown.
-    """
-
-    forward: Callable[[], object]
-    both: Callable[[], object]
+    forward: Callable[[], object]  # attention without autograd
+    both: Callable[[], object]  # attention and the gradients of q, k and v
     host: Callable[[], tuple[float, float]] | None = None
 
 

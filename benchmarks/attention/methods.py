@@ -9,12 +9,7 @@ from torch import Tensor
 
 from benchmarks.attention.cells import BALANCED, MASKS, TREE, Cell, Traffic, mask_of, sizes
 from benchmarks.attention.method import Attend, Method, OneGpu, Setting
-from benchmarks.attention.packages import (
-    BurstAttentionPackage,
-    RingFlashAttention,
-    RingFlashAttentionLlama3,
-    Yunchang,
-)
+from benchmarks.attention.packages import BurstAttentionPackage, RingFlashAttention, RingFlashAttentionLlama3, Yunchang
 from benchmarks.attention.peers import AllGatherKV, RingLi, TensorParallelV1, TensorParallelV3, Ulysses
 from bmburst.attention.api import burst_attention, resolve_group
 from bmburst.attention.call import AttentionCall, decide
@@ -29,13 +24,7 @@ _LAYOUTS = {"causal": "zigzag", "documents": "zigzag", "full": "contiguous", "wi
 
 
 class Ours(Method):
-    """`burst_attention` with a strategy and a transport, in the best layout for the mask.
-
-    Args:
-        strategy: See `burst_attention`.
-        transport: See `burst_attention`.
-        balanced: Whether the layout is "balanced", for documents.
-    """
+    """`burst_attention` with a strategy and a transport, in the best layout for the mask."""
 
     masks = (*MASKS, TREE)
 
@@ -149,13 +138,6 @@ def all_methods(device: str) -> dict[str, Method]:
     They run in this order: one GPU, bmburst with automatic choices, close peers, all bmburst variants, other peers.
     """
     first, *others = ours_on(device)
-    peers = (
-        AllGatherKV(),
-        Yunchang(),
-        BurstAttentionPackage(),
-        TensorParallelV1(),
-        TensorParallelV3(),
-        RingLi(),
-    )
+    peers = (AllGatherKV(), Yunchang(), BurstAttentionPackage(), TensorParallelV1(), TensorParallelV3(), RingLi())
     listed = (OneGpu(), first, Ulysses(), RingFlashAttention(), RingFlashAttentionLlama3(), *others, *peers)
     return {method.name: method for method in listed}

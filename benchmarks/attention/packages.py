@@ -205,13 +205,8 @@ class RingFlashAttentionLlama3(RingFlashAttention):
 def zigzag_positions(lengths: Sequence[int], size: int, rank: int) -> list[int]:
     """Return a rank's positions if each document is padded to 2 P equal chunks and the rank holds two of them.
 
-    Args:
-        lengths: Tokens of each document.
-        size: Number of ranks.
-        rank: The rank. It holds chunks `rank` and `2 * size - 1 - rank` of every document.
-
-    Returns:
-        Global positions in local order; -1 for padding.
+    The rank holds chunks `rank` and `2 * size - 1 - rank` of every document. Positions are global, in local order; -1
+    for padding.
     """
     held, start = [], 0
     for length in lengths:
@@ -243,9 +238,7 @@ _FA4 = "flash_attn.cute.interface"
 def flash_attention_2(kernel: LocalKernel, *emptied: str) -> Iterator[None]:
     """Return a context for importing a package, in which flash-attn 2's private functions run the kernel under test.
 
-    Args:
-        kernel: The kernel under test.
-        emptied: Names of modules to replace by empty ones, because the benchmark does not use them.
+    Modules of the names `emptied` are replaced by empty ones, because the benchmark does not use them.
     """
     stand_ins = {_INTERFACE: _interface(kernel)}
     if "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None:

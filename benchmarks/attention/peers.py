@@ -221,23 +221,14 @@ class AllGatherKV(Method):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The order of chunks, and the kernel calls of this rank.
+    """The order of chunks, and the kernel calls of this rank."""
 
-    Attributes:
-        order: `order[g]` is the index of the g-th chunk of the sequence when chunks are listed rank by rank.
-        places: The inverse of `order`.
-        calls: For each of this rank's chunks its local rows and its number of visible keys.
-        chunks: Number of chunks per rank.
-        pattern: The mask of a call, aligned at the bottom right.
-        scale: Factor on the scores.
-    """
-
-    order: Tensor
-    places: Tensor
-    calls: tuple[tuple[slice, int], ...]
-    chunks: int
-    pattern: PackedPattern
-    scale: float
+    order: Tensor  # `order[g]` is the index of the g-th chunk of the sequence when chunks are listed rank by rank
+    places: Tensor  # the inverse of `order`
+    calls: tuple[tuple[slice, int], ...]  # for each of this rank's chunks its local rows and its number of visible keys
+    chunks: int  # number of chunks per rank
+    pattern: PackedPattern  # the mask of a call, aligned at the bottom right
+    scale: float  # factor on the scores
 
 
 def _plan(cell: Cell, layout_name: str, setting: Setting) -> _Plan:

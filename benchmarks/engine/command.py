@@ -48,11 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage, parser.epilog = _USAGE, _EPILOG
     add = parser.add_argument
     add("what", choices=(*kinds.KINDS, *ROWS), help="what to measure")
-    add(
-        "--gpus",
-        metavar="N",
-        help="GPUs that share a sequence; train, inference: also N,... (default: all GPUs)",
-    )
+    add("--gpus", metavar="N", help="GPUs that share a sequence; train, inference: also N,... (default: all GPUs)")
     add("--ranks", metavar="N", help="use N ranks on the CPU over gloo instead of GPUs")
     add("--cells", metavar="GLOB,...", default="*", help="cells to measure (default: all)")
     add("--methods", metavar="GLOB,...", default="*", help="methods to measure, in the order of --list (default: all)")
@@ -79,20 +75,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds without progress after which a cell is ended (default: 300; train, inference: 600)",
     )
-    add(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        help="start no cell that would end after this time",
-    )
+    add("--budget", type=float, metavar="SECONDS", help="start no cell that would end after this time")
     add("--output", type=Path, metavar="FILE", help="file of the results, .json; continued if it exists")
     add("--again", action="store_true", help="also measure cells that the file already has")
-    add(
-        "--trace",
-        type=Path,
-        metavar="DIR",
-        help="folder for profiler timelines, of one call or step of each cell",
-    )
+    add("--trace", type=Path, metavar="DIR", help="folder for profiler timelines, of one call or step of each cell")
     add("--list", action="store_true", help="print the cells without measuring")
     add("--table", action="store_true", help="print the tables of --output without measuring")
     add("--plot", action="store_true", help="draw the pictures of --output without measuring")

@@ -41,37 +41,21 @@ _RUN, _SKIP, _STOP = "run", "skip", "stop"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One start of the ranks.
+    """One start of the ranks."""
 
-    Attributes:
-        kind: Name of the kind of benchmark.
-        ranks: Ranks on this machine.
-        cells: The cells to measure, in this order.
-        output: The file of results, with the header of this run.
-        deadline: When to stop, in seconds since the epoch; 0: never.
-        again: Whether cells that were measured in earlier runs are measured again.
-        repeats: Number of measurements per cell: pairs of calls for each direction, or steps.
-        cell_seconds: About how long these may take.
-        kernel: The kernel under test.
-        runtime: Runtime of the ranks, one of `RUNTIMES`.
-        tensor: Tensor parallel degree under BMTrain, which has one degree per process.
-        trace: Folder for timelines, or "".
-        options: Further options for the ranks, specific to the kind.
-    """
-
-    kind: str
-    ranks: int
-    cells: tuple[BaseCell, ...]
-    output: str
-    deadline: float = 0.0
-    again: bool = False
-    repeats: int = 9
-    cell_seconds: float = 10.0
-    kernel: str = "auto"
-    runtime: str = "torch"
-    tensor: int = 1
-    trace: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    kind: str  # name of the kind of benchmark
+    ranks: int  # ranks on this machine
+    cells: tuple[BaseCell, ...]  # the cells to measure, in this order
+    output: str  # the file of results, with the header of this run
+    deadline: float = 0.0  # when to stop, in seconds since the epoch; 0: never
+    again: bool = False  # whether cells that were measured in earlier runs are measured again
+    repeats: int = 9  # number of measurements per cell: pairs of calls for each direction, or steps
+    cell_seconds: float = 10.0  # about how long these may take
+    kernel: str = "auto"  # the kernel under test
+    runtime: str = "torch"  # runtime of the ranks, one of `RUNTIMES`
+    tensor: int = 1  # tensor parallel degree under BMTrain, which has one degree per process
+    trace: str = ""  # folder for timelines, or ""
+    options: Mapping[str, Any] = field(default_factory=dict)  # further options for the ranks, specific to the kind
 
     @property
     def trace_folder(self) -> Path | None:
@@ -164,13 +148,7 @@ def run_rank(folder: Path) -> None:
 
 
 def _begin(folder: Path, *, runtime: str, tensor: int) -> torch.device:
-    """Start torch.distributed, and BMTrain if requested, and return this rank's device.
-
-    Args:
-        folder: Folder of the job.
-        runtime: "torch" or "bmtrain".
-        tensor: Tensor parallel degree under BMTrain.
-    """
+    """Start torch.distributed, and BMTrain if requested, and return this rank's device."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options: dict[str, Any] = {}
     if runtime == "bmtrain":
@@ -181,18 +159,7 @@ def _begin(folder: Path, *, runtime: str, tensor: int) -> torch.device:
 
 
 class RankRun(ABC, Generic[C]):
-    """One rank's part of the job. A subclass per kind of benchmark defines how to measure a cell.
-
-    Args:
-        job: The job.
-        device: This rank's device.
-        folder: Folder of the job.
-
-    Attributes:
-        rank: This rank's number.
-        world: Number of ranks of the job.
-        gauge: Gauge of this rank's memory.
-    """
+    """One rank's part of the job. A subclass per kind of benchmark defines how to measure a cell."""
 
     def __init__(self, job: Job, device: torch.device, folder: Path) -> None:
         self.job, self.device, self.folder = job, device, folder

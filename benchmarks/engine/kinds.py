@@ -23,21 +23,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class BaseCell(ABC):
-    """One measurement: a method on a shape, with a stable name. A kind of benchmark adds its fields.
-
-    Attributes:
-        suite: Suite of the measurement.
-        method: Name of the method.
-        ranks: Number of ranks that take part: the first ones of the run.
-        device: "cuda" or "cpu".
-        dtype: Name of a torch dtype.
-    """
+    """One measurement: a method on a shape, with a stable name. A kind of benchmark adds its fields."""
 
     suite: str
     method: str
-    ranks: int
-    device: str
-    dtype: str = "bfloat16"
+    ranks: int  # number of ranks that take part: the first ones of the run
+    device: str  # "cuda" or "cpu"
+    dtype: str = "bfloat16"  # name of a torch dtype
 
     @property
     @abstractmethod
@@ -58,24 +50,16 @@ C = TypeVar("C", bound=BaseCell)
 class BaseSelection:
     """Selects the cells to list; for None the defaults of the suite apply. A kind of benchmark adds its fields.
 
-    Attributes:
-        ranks: Numbers of ranks.
-        device: "cuda" or "cpu".
-        dtype: Name of a torch dtype, instead of the suite's.
-        tokens: Sequence lengths, instead of the suite's.
-        methods: Names of methods, in the order of measurement.
-        globs: Patterns for a cell's name or key; a cell is listed if one matches.
-
     Raises:
         UserError: A length does not divide.
     """
 
-    ranks: tuple[int, ...]
-    device: str
-    dtype: str | None = None
-    tokens: tuple[int, ...] | None = None
-    methods: tuple[str, ...]
-    globs: tuple[str, ...] = ("*",)
+    ranks: tuple[int, ...]  # numbers of ranks
+    device: str  # "cuda" or "cpu"
+    dtype: str | None = None  # name of a torch dtype, instead of the suite's
+    tokens: tuple[int, ...] | None = None  # sequence lengths, instead of the suite's
+    methods: tuple[str, ...]  # names of methods, in the order of measurement
+    globs: tuple[str, ...] = ("*",)  # patterns for a cell's name or key; a cell is listed if one matches
 
     def __post_init__(self) -> None:
         for ranks in self.ranks:
@@ -104,16 +88,14 @@ class Results(Generic[C]):
     Only one process may write at a time.
 
     Attributes:
-        kind: The kind of benchmark.
         runs: Header of each run: versions, hardware, date, command line.
-        rows: Rows by key. `status` is "ok", "refused" (cannot run) or "failed"; the latter two have a reason.
-        running: Key of the cell that is being measured, so that it is known after a crash.
+        rows: Rows by cell key. `status` is "ok", "refused" (cannot run) or "failed"; the latter two have a reason.
     """
 
     kind: "Kind[C]"
     runs: list[dict[str, Any]] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
-    running: str | None = None
+    running: str | None = None  # key of the cell that is being measured, so that it is known after a crash
 
     @classmethod
     def read(cls, kind: "Kind[C]", path: Path) -> "Results[C]":
@@ -200,37 +182,28 @@ class Kind(Generic[C]):
     """One kind of benchmark. Its functions import heavy modules when called, so help and lists are fast.
 
     Attributes:
-        name: A name of `KINDS`.
-        format: First value in its files of results.
-        cell: The class of its cells.
-        own_options: Names of the options that only this kind has.
-        defaults: Defaults of options that all kinds have.
-        configure: Adds the options of this kind to a group of the parser.
-        select: Returns the cells that the options select, for a device, "cuda" or "cpu", and numbers of ranks; raises
-            UserError for invalid options.
-        refusal: Returns why a cell cannot run, as far as its fields determine that, or None.
-        starts: Returns, for each start of the ranks, the fields of `Job` that the kind decides: cells, ranks, options.
-        estimate: Returns the approximate seconds of a cell; 0 if unknown.
-        rank_run: `MODULE:CLASS` of the `RankRun` that runs the cells on a rank.
-        describe: Returns a measured row in one line, printed when the cell is done.
+        select: Returns the cells that the options select, for a device, "cuda" or "cpu", and numbers of ranks;
+            raises UserError for invalid options.
+        starts: Returns, for each start of the ranks, the fields of `Job` that the kind decides: cells, ranks,
+            options.
         tables: Returns all tables as lines of Markdown; for the notes see `benchmarks.engine.report.grid`.
-        draw: Draws every comparison that has a measured cell, to files whose names begin with the given path, and
-            returns their paths.
+        draw: Draws every comparison that has a measured cell, to files whose names begin with the given path,
+            and returns their paths.
         timelines: Returns the names of the timelines that `--trace` records for a cell; by default its key.
     """
 
-    name: str
-    format: str
-    cell: type[C]
-    own_options: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    configure: Callable[[argparse._ArgumentGroup], None]
+    name: str  # a name of `KINDS`
+    format: str  # first value in its files of results
+    cell: type[C]  # the class of its cells
+    own_options: tuple[str, ...]  # names of the options that only this kind has
+    defaults: Mapping[str, Any]  # defaults of options that all kinds have
+    configure: Callable[[argparse._ArgumentGroup], None]  # adds the options of this kind to a group of the parser
     select: Callable[[argparse.Namespace, str, tuple[int, ...]], tuple[C, ...]]
-    refusal: Callable[[C], str | None]
+    refusal: Callable[[C], str | None]  # returns why a cell cannot run, as far as its fields determine that, or None
     starts: Callable[[argparse.Namespace, Sequence[C], tuple[int, ...]], list[dict[str, Any]]]
-    estimate: Callable[[Results[C], C], float]
-    rank_run: str
-    describe: Callable[[C, Row], str]
+    estimate: Callable[[Results[C], C], float]  # returns the approximate seconds of a cell; 0 if unknown
+    rank_run: str  # `MODULE:CLASS` of the `RankRun` that runs the cells on a rank
+    describe: Callable[[C, Row], str]  # returns a measured row in one line, printed when the cell is done
     tables: Callable[[Results[C], dict[str, int]], list[str]]
     draw: Callable[[Results[C], Path], list[Path]]
     timelines: Callable[[C], tuple[str, ...]] = lambda cell: (cell.key,)
@@ -247,11 +220,7 @@ def selection_of(
 ) -> dict[str, Any]:
     """Return the arguments of a `BaseSelection`, from the options that all kinds have.
 
-    Args:
-        args: The options.
-        device: "cuda" or "cpu".
-        ranks: Numbers of ranks.
-        methods: Names of all methods; those that match `--methods GLOB,...` are selected, in this order.
+    Of all `methods`, those that match `--methods GLOB,...` are selected, in this order.
 
     Raises:
         UserError: A pattern matches no method, the kernel is unknown, or a length is invalid.
@@ -274,9 +243,7 @@ def selection_of(
 def require_kernel(name: str, device: str) -> None:
     """Check that a kernel exists, supports the device and is installed. Cells check their own needs.
 
-    Args:
-        name: Name of the kernel.
-        device: "cuda" or "cpu". Without a GPU on this machine, all kernels are accepted for "cuda".
+    Without a GPU on this machine, all kernels are accepted for "cuda".
 
     Raises:
         UserError: The kernel cannot be used.

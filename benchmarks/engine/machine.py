@@ -37,13 +37,7 @@ _PACKAGES = (
 
 
 def describe_run(command: Sequence[str], device: str, ranks: int) -> dict[str, Any]:
-    """Return the header of a run, for JSON.
-
-    Args:
-        command: The command line.
-        device: "cuda" or "cpu".
-        ranks: Number of ranks.
-    """
+    """Return the header of a run, for JSON."""
     facts: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "command": shlex.join(command),
@@ -103,37 +97,24 @@ def _version(distribution: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGroup:
-    """The ranks that share a sequence.
+    """The ranks that share a sequence."""
 
-    Attributes:
-        process_group: Their process group.
-        rank: This rank's number in the group.
-        size: Number of ranks.
-        device: Device of this rank's tensors.
-        is_world: Whether the group contains all ranks of the run.
-    """
-
-    process_group: dist.ProcessGroup
-    rank: int
-    size: int
-    device: torch.device
-    is_world: bool = True
+    process_group: dist.ProcessGroup  # their process group
+    rank: int  # this rank's number in the group
+    size: int  # number of ranks
+    device: torch.device  # device of this rank's tensors
+    is_world: bool = True  # whether the group contains all ranks of the run
 
     @classmethod
     def world(cls, device: torch.device) -> "RankGroup":
-        """Return the group of all ranks, after `init_process_group`.
-
-        Args:
-            device: This rank's device.
-        """
+        """Return the group of all ranks, after `init_process_group`."""
         assert dist.group.WORLD is not None
         return cls(process_group=dist.group.WORLD, rank=dist.get_rank(), size=dist.get_world_size(), device=device)
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """Return `[size, ...]` whose part i was sent by rank i.
 
-        Args:
-            parts: `[size, ...]`, contiguous; part i is sent to rank i.
+        `parts` is `[size, ...]`, contiguous; part i is sent to rank i.
         """
         received = torch.empty_like(parts)
         if self.size == 1:
@@ -152,8 +133,7 @@ class RankGroup:
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         """Return the sum over all ranks of `parts[rank]`, where `rank` is this rank's number.
 
-        Args:
-            parts: `[size, ...]`, contiguous.
+        `parts` is `[size, ...]`, contiguous.
         """
         received = torch.empty_like(parts[0])
         if self.size == 1:
@@ -197,9 +177,7 @@ class RankGroup:
 def start_ranks(backend: str = "nccl", **options: Any) -> torch.device:
     """Initialize torch.distributed from the launcher's environment variables, and return this rank's device.
 
-    Args:
-        backend: The backend on GPUs; on CPUs it is gloo.
-        options: Further arguments of `torch.distributed.init_process_group`.
+    The backend is for GPUs; on CPUs it is gloo. Options are those of `torch.distributed.init_process_group`.
     """
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", **options)
@@ -215,14 +193,10 @@ class Gauge:
     """Measures the memory of a cell on this rank's GPU.
 
     It is the peak of torch's allocator plus the growth of other memory (`beside_peak`) since the start of the run.
-
-    Attributes:
-        device: This rank's device. On a CPU nothing is measured.
-        beside: Bytes of other memory at the start of the run.
     """
 
-    device: torch.device
-    beside: int = 0
+    device: torch.device  # this rank's device. On a CPU nothing is measured.
+    beside: int = 0  # bytes of other memory at the start of the run
 
     @classmethod
     def begin(cls, device: torch.device) -> "Gauge":
@@ -239,8 +213,7 @@ class Gauge:
     def peak(self, allocated: float | None = None) -> float | None:
         """Return the bytes at the peak since `clear`; None on a CPU.
 
-        Args:
-            allocated: The peak of torch's allocator, if the measured code itself resets it.
+        `allocated` is the peak of torch's allocator, if the measured code itself resets it.
         """
         if self.device.type != "cuda":
             return None
@@ -252,8 +225,7 @@ class Gauge:
     def capacity(self, ranks_here: int) -> float:
         """Return the bytes that a cell may take on a rank.
 
-        Args:
-            ranks_here: Number of ranks that share this machine's memory, if there is no GPU.
+        Without a GPU, `ranks_here` ranks share this machine's memory.
         """
         if self.device.type == "cuda":
             return _USABLE * torch.cuda.get_device_properties(self.device).total_memory

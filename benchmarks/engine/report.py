@@ -36,13 +36,7 @@ def markdown(results: Results[Any]) -> str:
 def groups(
     rows: Iterable[tuple[C, Row]], key: Callable[[C], tuple[Any, ...]], title: Callable[[C], str]
 ) -> Iterator[tuple[str, Rows[C]]]:
-    """Group rows into settings in which methods can be compared; yield a title and rows for each.
-
-    Args:
-        rows: The rows of a suite.
-        key: Returns the key of a cell's setting.
-        title: Returns the title of a setting, for its first cell.
-    """
+    """Group rows into settings in which methods can be compared; yield a title and rows for each."""
     found: dict[tuple[Any, ...], Rows[C]] = {}
     for cell, row in rows:
         found.setdefault(key(cell), []).append((cell, row))
@@ -81,9 +75,7 @@ def of_whom(cell: BaseCell) -> str:
 def spread_name(ranks: int, chosen: dict[str, Any]) -> str:
     """Return the name of a strategy: the size of groups that exchange heads, and the strategy between the groups.
 
-    Args:
-        ranks: Number of ranks.
-        chosen: The row's "strategy": "heads", "outer" and "travellers".
+    `chosen` is the row's "strategy": "heads", "outer" and "travellers".
     """
     parts = [f"heads x{chosen['heads']}"] if chosen["heads"] > 1 else []
     outside = chosen["outer"] if chosen["outer"] == "gather" else f"{chosen['outer']} ({chosen['travellers']} backward)"
@@ -115,12 +107,8 @@ def grid(
 ) -> list[str]:
     """Return a table of methods over columns.
 
-    Args:
-        head: Head of the first column: the meaning of the values.
-        rows: The rows. A missing one leaves its place in the table empty.
-        column: Returns a cell's column.
-        show: Returns the text of a measured row.
-        notes: Number of each reason why a row has no measurement. Reasons in this table are added.
+    `head` stands above the methods: the meaning of the values. A missing row leaves its place empty. `notes` numbers
+    the reasons why rows have no measurement; those in this table are added.
     """
     columns = columns_of(rows, column)
     lines = []
@@ -168,11 +156,7 @@ _LETTERS = 54  # characters per line of a title, at this width
 def panel(path: Path, title: str, setting: str, fill: Callable[[Any], None]) -> Path:
     """Draw a picture with one panel, and with a legend below it if lines have labels, and return its path.
 
-    Args:
-        path: Path of the picture.
-        title: Title.
-        setting: Subtitle: the setting of the measurement.
-        fill: Draws into the axes.
+    `setting` is the subtitle; `fill` draws into the axes.
     """
     figure = blank_picture(WIDTH, HEIGHT)
     axes = figure.subplots()
@@ -203,14 +187,7 @@ def set_title(figure: Any, title: str, setting: str) -> None:
 
 
 def plot_methods(axes: Any, rows: Rows[C], column: Callable[[C], int], value: Callable[[Row], float | None]) -> None:
-    """Draw a line for each method over equally spaced columns.
-
-    Args:
-        axes: The axes.
-        rows: The rows.
-        column: Returns a cell's column.
-        value: Returns a measured row's value, or None if it has none.
-    """
+    """Draw a line for each method over equally spaced columns."""
     columns, found = columns_of(rows, column), by_method(rows, column)
     styles = _styles_of(list(found))
     for method, own in found.items():

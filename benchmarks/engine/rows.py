@@ -58,27 +58,19 @@ ROWS: Mapping[str, str] = MappingProxyType(
 class RowBenchmark:
     """One benchmark of rows.
 
-    Attributes:
-        name: A name of `ROWS`.
-        about: Its description in help.
-        configure: Adds its options. `--output` and, with `ranks`, `--gpus` are added to them.
-        measure: Returns the facts of the record beside its rows, and the rows. All ranks call it; it starts the rank.
-        table: Returns a record as Markdown.
-        line: Returns a row in one line, printed when it is measured.
-        ranks: Default number of ranks. 0: there are none, and the command itself measures.
-        needs_gpu: Whether it cannot run without a GPU.
-        is_wrong: Returns whether a row shows a fault: the exit status is then 1.
+    `configure` adds its options, besides `--output` and, with `ranks`, `--gpus`. `measure` starts the rank, and returns
+    the facts of the record beside its rows, and the rows. All ranks call it.
     """
 
-    name: str
-    about: str
+    name: str  # a name of `ROWS`
+    about: str  # its description in help
     configure: Callable[[argparse.ArgumentParser], None]
     measure: Callable[[argparse.Namespace], Measured]
-    table: Callable[[Mapping[str, Any]], str]
-    line: Callable[[Row], str] = json.dumps
-    ranks: int = 0
-    needs_gpu: bool = False
-    is_wrong: Callable[[Row], bool] = lambda _: False
+    table: Callable[[Mapping[str, Any]], str]  # returns a record as Markdown
+    line: Callable[[Row], str] = json.dumps  # returns a row in one line, printed when it is measured
+    ranks: int = 0  # default number of ranks. 0: there are none, and the command itself measures.
+    needs_gpu: bool = False  # whether it cannot run without a GPU
+    is_wrong: Callable[[Row], bool] = lambda _: False  # returns whether a row shows a fault: the exit status is then 1
 
 
 def load_rows(name: str) -> RowBenchmark:
@@ -103,9 +95,7 @@ def configure_rows(parser: argparse.ArgumentParser, name: str) -> None:
 def run_rows(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Measure in this process, as one of the ranks or starting them, and return the exit status.
 
-    Args:
-        args: The options.
-        words: The command line that they are from, beginning with the name.
+    `words` is the command line, beginning with the name.
 
     Raises:
         UserError: An option is invalid, there is no GPU, or another file would be overwritten.
@@ -175,10 +165,6 @@ def notes_above(text: str, table: str) -> str:
     """Return the text above the table of a record; empty if the file contains only the table.
 
     The old table begins with the first line of the new one, or with its first row if it has no title.
-
-    Args:
-        text: The record.
-        table: The new table.
     """
     begins = re.search(rf"(?m)^(\| |{re.escape(table[:_BEGINNING])})", text)
     head = (text if begins is None else text[: begins.start()]).rstrip()

@@ -24,19 +24,12 @@ Timer = Callable[..., tuple[tuple[float, ...], ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Times of one call, in milliseconds.
-
-    Attributes:
-        median: Median.
-        least: Minimum.
-        most: Maximum.
-        count: Number of measurements.
-    """
+    """Times of one call, in milliseconds: median, minimum and maximum."""
 
     median: float
     least: float
     most: float
-    count: int
+    count: int  # of measurements
 
     @classmethod
     def of(cls, milliseconds: Sequence[float]) -> "Times":
@@ -81,10 +74,8 @@ def once(call: Callable[[], object], group: RankGroup) -> float:
 def gpu_seconds(call: Callable[[], object], scratch: torch.Tensor | None = None) -> tuple[float, float]:
     """Return the seconds of a call on this GPU, and the seconds of its launch on the host.
 
-    Args:
-        call: The call.
-        scratch: Memory that is written before the call. This flushes the GPU's caches and hides the launch. None: the
-            GPU is idle before the call.
+    Before the call, `scratch` is written, which flushes the GPU's caches and hides the launch. Without it the GPU is
+    idle before the call.
     """
     device = torch.device("cuda")
     if scratch is None:
@@ -118,16 +109,9 @@ def in_turns(
 ) -> tuple[tuple[float, ...], ...]:
     """Measure calls in rounds; each round calls all of them once.
 
-    Args:
-        calls: The calls, in this order.
-        group: The ranks.
-        repeats: Largest number of rounds.
-        seconds: Approximate time of all rounds. If it does not suffice, fewer rounds are measured, but at least
-            `min(LEAST, repeats)`.
-        time_of: Returns the milliseconds of one call, the same on all ranks.
-
-    Returns:
-        For each call its milliseconds in each round, on the slowest rank.
+    There are at most `repeats` rounds, which take about `seconds`; if that does not suffice, fewer are measured, but at
+    least `min(LEAST, repeats)`. `time_of` returns the milliseconds of one call, the same on all ranks. Returned are,
+    for each call, its milliseconds in each round, on the slowest rank.
     """
 
     def once_each() -> tuple[float, ...]:
@@ -152,15 +136,7 @@ def quotient(times: Sequence[float], others: Sequence[float]) -> float:
 def beside_one_gpu(
     ours: Callable[[], object], one: Callable[[], object], *, group: RankGroup, repeats: int, seconds: float
 ) -> dict[str, float]:
-    """Return the median times of a call over ranks and of one GPU on the same work, and the ratio of their speeds.
-
-    Args:
-        ours: The call over ranks.
-        one: One GPU's call for the whole work.
-        group: The ranks.
-        repeats: See `in_turns`.
-        seconds: See `in_turns`.
-    """
+    """Return the median times of a call over ranks and of one GPU on the same work, and the ratio of their speeds."""
     times = in_turns(ours, one, group=group, repeats=repeats, seconds=seconds)
     return {
         "milliseconds": Times.of(times[0]).median,
@@ -203,12 +179,8 @@ def record_timeline(
 
     For GPUs, a picture with the same name is drawn.
 
-    Args:
-        call: The call, after warm-up.
-        folder: Folder of the file.
-        name: Name of the file; slashes are replaced by points.
-        title: Title and subtitle of the picture.
-        group: The ranks.
+    The call has been warmed up. Slashes in the name become points. `title` has the title and the subtitle of the
+    picture.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -240,10 +212,6 @@ def timeline_file(folder: Path, name: str) -> Path:
 def require_timelines(folder: Path, names: Iterable[str]) -> None:
     """Check that recording replaces only timelines and pictures that `record_timeline` wrote.
 
-    Args:
-        folder: See `record_timeline`.
-        names: Names of all timelines to record.
-
     Raises:
         UserError: One of the files was not written by `record_timeline`.
     """
@@ -263,8 +231,7 @@ def _is_timeline(path: Path) -> bool:
 def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
     """Return the spans of GPU activity by kind, sorted, with overlapping spans merged.
 
-    Args:
-        events: `traceEvents` of a timeline of torch's profiler, with times in microseconds.
+    `events` are the `traceEvents` of torch's profiler, with times in microseconds.
     """
     found: dict[str, list[Span]] = {}
     for event in events:
@@ -278,9 +245,7 @@ def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
 def hidden(moving: Sequence[Span], computing: Sequence[Span]) -> float:
     """Return the fraction of transfer time during which a kernel runs, 0 to 1.
 
-    Args:
-        moving: Spans of transfers, as returned by `lanes`.
-        computing: Spans of kernels, sorted and disjoint.
+    Spans are sorted, as `lanes` returns them; those of kernels are disjoint.
     """
     whole = sum(b - a for a, b in moving)
     if not whole or not computing:
@@ -294,16 +259,7 @@ def hidden(moving: Sequence[Span], computing: Sequence[Span]) -> float:
 
 
 def draw_timeline(trace: Path, picture: Path, title: tuple[str, str]) -> Path | None:
-    """Draw a timeline of one GPU.
-
-    Args:
-        trace: A file of `record_timeline`.
-        picture: Path of the picture.
-        title: See `record_timeline`.
-
-    Returns:
-        The picture's path, or None if the timeline has no GPU activity.
-    """
+    """Draw a timeline of one GPU, and return the path of the picture; None if the timeline has no GPU activity."""
     found = lanes(json.loads(trace.read_text())["traceEvents"])
     if not found:
         return None

@@ -39,10 +39,7 @@ _CLONE_NEWNS = 0x00020000  # linux/sched.h
 class OutcomeLog:
     """Collects outcomes and writes them to the record and its JSON file.
 
-    Args:
-        facts: Header of the record.
-        planned: All faults.
-        output: Path of the record; None: nothing is written.
+    Without an `output`, nothing is written.
     """
 
     def __init__(self, facts: dict[str, Any], planned: Sequence[Fault], output: Path | None) -> None:
@@ -193,9 +190,7 @@ def _single(single: SingleFault, bench: Workspace, place: Path, fault: Fault, lo
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     counts = ", ".join(f"{name} {kind.points}" for name, kind in KINDS.items())
     parser.add_argument("--points", type=int, metavar="N", help=f"faults of each kind; default: {counts}")
@@ -259,10 +254,7 @@ def table(planned: Sequence[Fault], outcomes: Sequence[FaultOutcome]) -> str:
 def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequence[FaultOutcome]) -> str:
     """Return the whole record in Markdown.
 
-    Args:
-        facts: Result of `benchmarks.engine.machine.describe_run`, with `cores`, `minutes` and `notes`.
-        planned: All requested faults.
-        outcomes: Outcomes of the faults that were injected.
+    `facts` are those of `benchmarks.engine.machine.describe_run`, with `cores`, `minutes` and `notes`.
     """
     software = f"Python {facts['python']}, torch {facts['torch']}, bmburst {facts['bmburst']}"
     bad = [outcome for outcome in outcomes if not outcome.is_good]

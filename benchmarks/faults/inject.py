@@ -22,25 +22,15 @@ LIMIT = 90.0  # seconds until all processes of a killed run are gone; added to t
 
 @dataclass(frozen=True, slots=True)
 class FaultOutcome:
-    """The outcome of a fault.
-
-    Attributes:
-        fault: The fault.
-        seconds: From the fault until no process of the run was left.
-        survivors: Processes that had to be killed after the time limit.
-        differs: Whether a loss, an evaluation or a final weight differs from the undisturbed run.
-        unseen: For a flip: whether the run that read the file again reported nothing.
-        problems: Other errors.
-        left: What the disturbed run left or printed, for readers of the JSON file.
-    """
+    """The outcome of a fault."""
 
     fault: Fault
-    seconds: float
-    survivors: int = 0
-    differs: bool = False
-    unseen: bool = False
-    problems: tuple[str, ...] = ()
-    left: str = ""
+    seconds: float  # from the fault until no process of the run was left
+    survivors: int = 0  # processes that had to be killed after the time limit
+    differs: bool = False  # whether a loss, an evaluation or a final weight differs from the undisturbed run
+    unseen: bool = False  # for a flip: whether the run that read the file again reported nothing
+    problems: tuple[str, ...] = ()  # other errors
+    left: str = ""  # what the disturbed run left or printed, for readers of the JSON file
 
     @property
     def is_good(self) -> bool:
@@ -54,9 +44,7 @@ ReportOutcome = Callable[[FaultOutcome], None]
 class Workspace:
     """A scratch folder, and the undisturbed runs that others are compared with.
 
-    Args:
-        folder: An empty folder. At the end of the `with` block its mounts are removed and all runs are killed.
-        say: Prints a line of progress.
+    The folder is empty at first. At the end of the `with` block its mounts are removed and all runs are killed.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
@@ -158,10 +146,7 @@ class Workspace:
 class DisturbedRun:
     """A run that is disturbed and resumed repeatedly; when complete, it is compared and started again.
 
-    Args:
-        bench: The workspace.
-        place: Folder of this run and its tokens.
-        report: Receives each outcome, after the following start has shown the effect of the fault.
+    `report` receives each outcome, after the following start has shown the effect of the fault.
     """
 
     options: tuple[str, ...] = ()

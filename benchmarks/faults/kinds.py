@@ -28,13 +28,7 @@ from benchmarks.faults.inject import (
 )
 from benchmarks.faults.programs import Fault, Program, RunWatch, UndisturbedRun, base_of
 
-CHECKPOINT_FILES = (
-    "config.json",
-    "model.safetensors",
-    "optimizer.safetensors",
-    "random.safetensors",
-    "state.json",
-)
+CHECKPOINT_FILES = ("config.json", "model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json")
 TOKEN_CACHE, TOKEN_FILE = "token cache", "token file"
 SEEN = re.compile(
     r"damag|checksum|corrupt|truncat|is missing|not of format|not JSON|no valid|of another|do(es)? not match|holds no|"
@@ -49,19 +43,12 @@ _SLOW_MBIT = 2.0
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    """A kind of fault.
+    """A kind of fault."""
 
-    Attributes:
-        title: Its name in records.
-        points: Number of faults of this kind in a full record.
-        moments: When faults happen; for flips, the part of the file.
-        targets: The processes or files that are affected.
-    """
-
-    title: str
-    points: int
-    moments: tuple[str, ...]
-    targets: tuple[str, ...]
+    title: str  # its name in records
+    points: int  # number of faults of this kind in a full record
+    moments: tuple[str, ...]  # when faults happen; for flips, the part of the file
+    targets: tuple[str, ...]  # the processes or files that are affected
 
 
 KINDS: Mapping[str, FaultKind] = MappingProxyType(
@@ -92,10 +79,7 @@ def faults(seed: int, kinds: Iterable[str] = KINDS, points: int | None = None) -
     All pairs of moment and target occur equally often, up to one. The first N faults of a kind do not depend on the
     other kinds or on the number of points.
 
-    Args:
-        seed: Determines all faults.
-        kinds: Keys of `KINDS`.
-        points: Faults per kind; None: the number in a full record.
+    Without `points`, each kind has as many as in a full record.
     """
     return tuple(fault for kind in kinds for fault in _of_kind(seed, kind, points))
 

@@ -136,19 +136,12 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault to inject.
+    """A fault to inject."""
 
-    Attributes:
-        kind: A key of `benchmarks.faults.kinds.KINDS`.
-        moment: One of the kind's moments.
-        target: One of the kind's targets.
-        seed: Determines everything else, for example the delay after the moment: see `draw`.
-    """
-
-    kind: str
-    moment: str
-    target: str
-    seed: int
+    kind: str  # a key of `benchmarks.faults.kinds.KINDS`
+    moment: str  # one of the kind's moments
+    target: str  # one of the kind's targets
+    seed: int  # determines everything else, for example the delay after the moment: see `draw`
 
     def draw(self, what: str) -> float:
         """Return a pseudorandom number in [0, 1) from the seed and the name of a choice."""
@@ -160,31 +153,18 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class RunTiming:
-    """Seconds of the parts of an undisturbed run.
+    """Seconds of the parts of an undisturbed run."""
 
-    Attributes:
-        start: From its start to its first step.
-        step: Between two steps.
-        evaluation: From a step to the evaluation after it.
-        checkpoint: From the creation of a checkpoint's folder to its last file.
-        rename: From its last file to its final name.
-        total: From its start to its end.
-    """
-
-    start: float
-    step: float
-    evaluation: float
-    checkpoint: float
-    rename: float
-    total: float
+    start: float  # from its start to its first step
+    step: float  # between two steps
+    evaluation: float  # from a step to the evaluation after it
+    checkpoint: float  # from the creation of a checkpoint's folder to its last file
+    rename: float  # from its last file to its final name
+    total: float  # from its start to its end
 
 
 class RunWatch:
-    """Observes the progress of a run by its files; files from before its start are ignored.
-
-    Args:
-        folder: The run folder before the start.
-    """
+    """Observes the progress of a run by its files; files from before its start are ignored."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -308,29 +288,16 @@ def left_in(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class UndisturbedRun:
-    """An undisturbed run to compare with.
+    """An undisturbed run to compare with."""
 
-    Attributes:
-        folder: Its run folder, beside the folder `tokens`.
-        timing: Its times.
-        losses: For each step the metrics of `_COMPARED`.
-        evaluations: Lines of evals.jsonl.
-        digests: SHA-256 of each tensor file of its last checkpoint.
-    """
-
-    folder: Path
+    folder: Path  # its run folder, beside the folder `tokens`
     timing: RunTiming
-    losses: dict[int, tuple[float, ...]]
-    evaluations: list[dict[str, Any]]
-    digests: dict[str, str]
+    losses: dict[int, tuple[float, ...]]  # for each step the metrics of `_COMPARED`
+    evaluations: list[dict[str, Any]]  # lines of evals.jsonl
+    digests: dict[str, str]  # SHA-256 of each tensor file of its last checkpoint
 
     def difference(self, folder: Path, *, complete: bool) -> str:
-        """Return the first difference between another run and this one, or an empty string.
-
-        Args:
-            folder: The other run folder.
-            complete: Whether the other run must be complete.
-        """
+        """Return the first difference between another run and this one, or an empty string."""
         losses = _losses(folder)
         for step, values in losses.items():
             if values != self.losses.get(step):

@@ -32,21 +32,13 @@ WARM_TOKENS, WARM_STEPS = 2048, 4  # tokens of the prompt and of the answer in w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferenceMethod:
-    """One way to answer prompts.
+    """One way to answer prompts."""
 
-    Attributes:
-        name: Name in cells.
-        cache: Split of the KV cache over ranks; one of `bmburst.schedule.cache_split.CACHES`.
-        peer: Whether prefill is in `benchmarks.inference.peers` instead of bmburst's.
-        deals_heads: Whether the numbers of query and KV heads must divide by the ranks.
-        is_materialised: Whether attention writes its scores to memory.
-    """
-
-    name: str
-    cache: str = "heads"
-    peer: bool = False
-    deals_heads: bool = False
-    is_materialised: bool = False
+    name: str  # name in cells
+    cache: str = "heads"  # split of the KV cache over ranks; one of `bmburst.schedule.cache_split.CACHES`
+    peer: bool = False  # whether prefill is in `benchmarks.inference.peers` instead of bmburst's
+    deals_heads: bool = False  # whether the numbers of query and KV heads must divide by the ranks
+    is_materialised: bool = False  # whether attention writes its scores to memory
 
 
 HEADS, TOKENS, NO_LAO, TENSOR_V1, TENSOR_V3 = "heads", "tokens", "no-lao", "tensor-v1", "tensor-v3"
@@ -71,19 +63,12 @@ METHODS: Mapping[str, InferenceMethod] = MappingProxyType(
 
 
 class Suite(NamedTuple):
-    """The defaults of a suite.
+    """The defaults of a suite."""
 
-    Attributes:
-        models: Presets with the length of the longest prompt of each.
-        first: Length of the shortest prompt. Lengths are the powers of two in this range.
-        masks: Masks of attention in prefill, by preset; causal for others.
-        batches: Prompts at once.
-    """
-
-    models: Mapping[str, int]
-    first: int = 4 * _KIB
-    masks: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    batches: tuple[int, ...] = (1,)
+    models: Mapping[str, int]  # presets with the length of the longest prompt of each
+    first: int = 4 * _KIB  # length of the shortest prompt. Lengths are the powers of two in this range.
+    masks: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # of attention in prefill, by preset; others: causal
+    batches: tuple[int, ...] = (1,)  # prompts at once
 
 
 SUITES: Mapping[str, Suite] = MappingProxyType(
@@ -99,24 +84,13 @@ SUITES: Mapping[str, Suite] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceCell(BaseCell):
-    """One measurement: all ranks of the run answer prompts of one length together.
+    """One measurement: all ranks of the run answer prompts of one length together; `dtype` is of weights and cache."""
 
-    Attributes:
-        suite: One of `SUITES`.
-        method: One of `METHODS`.
-        dtype: Dtype of weights and cache.
-        model: A name of `SHAPES`.
-        tokens: Tokens of each prompt.
-        batch: Prompts at once.
-        mask: Mask of attention in prefill; one of `MASKS`.
-        new_tokens: Tokens of each answer.
-    """
-
-    model: str
-    tokens: int
-    batch: int = 1
-    mask: str = CAUSAL
-    new_tokens: int = 24
+    model: str  # a name of `SHAPES`
+    tokens: int  # tokens of each prompt
+    batch: int = 1  # prompts at once
+    mask: str = CAUSAL  # of attention in prefill; one of `MASKS`
+    new_tokens: int = 24  # tokens of each answer
 
     @property
     def config(self) -> LlamaConfig:
@@ -127,10 +101,7 @@ class InferenceCell(BaseCell):
     def work(self) -> InferenceWork:
         """FLOPs and bytes of the cell, for its bounds."""
         return InferenceWork(
-            config=self.config,
-            batch=self.batch,
-            itemsize=ITEMSIZE.get(self.dtype, 2),
-            is_causal=self.mask == CAUSAL,
+            config=self.config, batch=self.batch, itemsize=ITEMSIZE.get(self.dtype, 2), is_causal=self.mask == CAUSAL
         )
 
     @property
@@ -174,20 +145,14 @@ class InferenceCell(BaseCell):
 class InferenceSelection(BaseSelection):
     """Selects the cells to list; for None the defaults of the suite apply.
 
-    Attributes:
-        models: Names of `SHAPES`.
-        masks: Names of `MASKS`.
-        batches: Prompts at once; numbers other than 1 belong to the suite "batch".
-        new_tokens: Tokens of each answer.
-
     Raises:
         UserError: A name is unknown, a number is too small, or a length does not divide.
     """
 
-    models: tuple[str, ...] | None = None
-    masks: tuple[str, ...] | None = None
-    batches: tuple[int, ...] | None = None
-    new_tokens: int = 24
+    models: tuple[str, ...] | None = None  # names of `SHAPES`
+    masks: tuple[str, ...] | None = None  # names of `MASKS`
+    batches: tuple[int, ...] | None = None  # prompts at once; numbers other than 1 belong to the suite "batch"
+    new_tokens: int = 24  # tokens of each answer
 
     def __post_init__(self) -> None:
         for name in self.models or ():

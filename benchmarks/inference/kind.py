@@ -192,12 +192,7 @@ _SPEED: Panel = ("speed", "tokens/s of all prompts", lambda row: row["tokens_per
 
 
 def draw(results: Results[InferenceCell], stem: Path) -> list[Path]:
-    """Draw every comparison that has a measured cell, and return the pictures' paths.
-
-    Args:
-        results: The results.
-        stem: Prefix of the pictures' paths.
-    """
+    """Draw every comparison that has a measured cell, and return the pictures' paths."""
     return [
         picture
         for title, rows in _settings(results)

@@ -100,11 +100,7 @@ class _ContextParallel(_MegatronSequenceParallel):
 class PeerPrefill:
     """Prefill by tensor parallelism or ring self-attention, for prompts of equal length; called like `Prefill`.
 
-    Args:
-        cell: The cell.
-        weights: The model. Tensor parallelism reads slices of its matrices.
-        setting: Ranks and kernel.
-        split: Split of the cache over the ranks.
+    Tensor parallelism reads slices of the model's matrices.
     """
 
     def __init__(self, cell: InferenceCell, weights: ResidentWeights, setting: Setting, split: CacheSplit) -> None:
@@ -201,9 +197,6 @@ class _Clock:
 
 class Transformers:
     """A transformers model with the same weights in memory, which generates with its own cache.
-
-    Args:
-        weights: The model.
 
     Raises:
         ImportError: transformers is not installed.

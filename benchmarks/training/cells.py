@@ -28,17 +28,11 @@ ZERO, STAGES = 3, (2, 3)  # default ZeRO stage, and the stages that BMTrain supp
 
 
 class TrainSuite(NamedTuple):
-    """The defaults of a suite.
+    """The defaults of a suite."""
 
-    Attributes:
-        presets: Names of `SHAPES`.
-        tokens: Sequence lengths.
-        dtypes: Dtypes of weights and activations; empty: `BaseSelection.plain_dtype`.
-    """
-
-    presets: tuple[str, ...]
-    tokens: tuple[int, ...]
-    dtypes: tuple[str, ...] = ()
+    presets: tuple[str, ...]  # names of `SHAPES`
+    tokens: tuple[int, ...]  # sequence lengths
+    dtypes: tuple[str, ...] = ()  # dtypes of weights and activations; empty: `BaseSelection.plain_dtype`
 
 
 SUITES: Mapping[str, TrainSuite] = MappingProxyType(
@@ -72,26 +66,14 @@ SHAPES: Mapping[str, LlamaConfig] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCell(BaseCell):
-    """One measurement: all ranks of the run share each sequence.
+    """One measurement: all ranks of the run share each sequence; `dtype` is of weights and activations."""
 
-    Attributes:
-        suite: One of `SUITES`.
-        method: One of `METHODS`.
-        dtype: Dtype of weights and activations.
-        preset: A name of `SHAPES`.
-        layers: Number of layers of the trained model; at most those of the preset.
-        tokens: Tokens per sequence.
-        recompute: Policy of `bmburst.recompute`; "" selects the method's own.
-        batch: Sequences per step, all in one micro-batch.
-        zero: ZeRO stage: 3, or 2, which keeps the gathered weights from forward to backward.
-    """
-
-    preset: str
-    layers: int
-    tokens: int
-    recompute: str = ""
-    batch: int = 1
-    zero: int = ZERO
+    preset: str  # a name of `SHAPES`
+    layers: int  # number of layers of the trained model; at most those of the preset
+    tokens: int  # tokens per sequence
+    recompute: str = ""  # policy of `bmburst.recompute`; "" selects the method's own
+    batch: int = 1  # sequences per step, all in one micro-batch
+    zero: int = ZERO  # ZeRO stage: 3, or 2, which keeps the gathered weights from forward to backward
 
     @property
     def model(self) -> LlamaConfig:
@@ -126,22 +108,15 @@ class TrainCell(BaseCell):
 class TrainSelection(BaseSelection):
     """Selects the cells to list; for None the defaults of the suite apply.
 
-    Attributes:
-        presets: Names of `SHAPES`.
-        layers: Numbers of layers, instead of the preset's.
-        recompute: Policy for all methods; "" selects each method's own.
-        batches: Sequences per step in the suite step.
-        stages: ZeRO stages in the suite step.
-
     Raises:
         UserError: A preset is unknown, a length does not divide, or a number of layers, batch or stage is out of range.
     """
 
-    presets: tuple[str, ...] | None = None
-    layers: tuple[int, ...] | None = None
-    recompute: str = ""
-    batches: tuple[int, ...] = (1,)
-    stages: tuple[int, ...] = (ZERO,)
+    presets: tuple[str, ...] | None = None  # names of `SHAPES`
+    layers: tuple[int, ...] | None = None  # numbers of layers, instead of the preset's
+    recompute: str = ""  # policy for all methods; "" selects each method's own
+    batches: tuple[int, ...] = (1,)  # sequences per step in the suite step
+    stages: tuple[int, ...] = (ZERO,)  # ZeRO stages in the suite step
 
     def __post_init__(self) -> None:
         for name in self.presets or ():
@@ -204,27 +179,20 @@ def _methods(selection: TrainSelection, suite: str, ranks: int) -> tuple[str, ..
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Measured rates of one GPU, in FLOP/s.
+    """Measured rates of one GPU, in FLOP/s."""
 
-    Attributes:
-        attention: Rate of the attention kernel, forward and backward together; a causal mask counts half the FLOPs.
-        matmul: Rate of a large matrix product.
-    """
-
-    attention: float
-    matmul: float
+    attention: float  # rate of the attention kernel, forward and backward together; a causal mask counts half the FLOPs
+    matmul: float  # rate of a large matrix product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
     """Lower bound of a step's time, in seconds: the model's FLOPs at the measured rates.
 
-    Attributes:
-        attention: 3.5 times the forward FLOPs of causal attention, at the kernel's rate.
-        matmul: 6 N FLOPs per token, at the rate of a matrix product. N excludes an embedding that is only a lookup.
+    Of matrix products it has 6 N FLOPs per token. N excludes an embedding that is only a lookup.
     """
 
-    attention: float
+    attention: float  # 3.5 times the forward FLOPs of causal attention, at the kernel's rate
     matmul: float
 
     @property
@@ -240,20 +208,14 @@ def bound(cell: TrainCell, rates: Rates) -> Bound:
     products = (
         6.0 * multiplied(model) * cell.tokens * cell.batch
     )  # 2 N each: forward, gradient of inputs, gradient of weights
-    return Bound(
-        attention=attention / rates.attention / cell.ranks,
-        matmul=products / rates.matmul / cell.ranks,
-    )
+    return Bound(attention=attention / rates.attention / cell.ranks, matmul=products / rates.matmul / cell.ranks)
 
 
 def utilisation(cell: TrainCell, seconds: float, peak: float, *, attention_backward: float) -> float:
     """Return model FLOPs utilisation (MFU). Causal attention counts half; recomputation does not count.
 
-    Args:
-        cell: The measured cell.
-        seconds: Time of a step.
-        peak: Peak rate of a GPU in FLOP/s.
-        attention_backward: FLOPs of attention's backward relative to its forward: 2 by convention, 2.5 in the kernel.
+    `peak` is a GPU's rate in FLOP/s. `attention_backward` is the FLOPs of attention's backward relative to its forward:
+    2 by convention, 2.5 in the kernel.
     """
     return flops(cell, attention_backward=attention_backward) / seconds / cell.ranks / peak
 
@@ -277,27 +239,16 @@ def task_of(cell: TrainCell) -> Task:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainMethod:
-    """One way to train a sequence on all ranks of a run.
+    """One way to train a sequence on all ranks of a run."""
 
-    Attributes:
-        name: Name in cells.
-        shares_matrices: Whether ranks shard the weight matrices and heads (tensor parallelism) instead of the sequence.
-        replicated: Whether tensor parallel ranks also keep all tokens between the matrices.
-        peer: Method of `benchmarks.attention.methods` that replaces our attention; "" keeps ours.
-        layout: Layout of tokens on ranks.
-        strategy: Strategy of our attention.
-        by_messages: Whether our attention transfers by NCCL (gloo on CPUs) instead of the fastest transport.
-        stores_scores: Whether attention stores each rank's rows of scores. The planner does not model these.
-    """
-
-    name: str
-    shares_matrices: bool = False
-    replicated: bool = False
-    peer: str = ""
-    layout: str = "zigzag"
-    strategy: str = "auto"
-    by_messages: bool = False
-    stores_scores: bool = False
+    name: str  # name in cells
+    shares_matrices: bool = False  # tensor parallelism: ranks shard weight matrices and heads, not the sequence
+    replicated: bool = False  # whether tensor parallel ranks also keep all tokens between the matrices
+    peer: str = ""  # method of `benchmarks.attention.methods` that replaces our attention; "" keeps ours
+    layout: str = "zigzag"  # layout of tokens on ranks
+    strategy: str = "auto"  # of our attention
+    by_messages: bool = False  # whether our attention transfers by NCCL (gloo on CPUs) instead of the fastest transport
+    stores_scores: bool = False  # attention keeps each rank's rows of scores, which the planner does not model
 
     def tensor(self, cell: TrainCell) -> int:
         """Return the tensor parallel degree: the number of ranks that shard each matrix."""
@@ -336,9 +287,7 @@ class TrainMethod:
     def predict(self, cell: TrainCell, machine: str | None) -> Prediction | None:
         """Return the planner's prediction for a cell; None for dtypes and methods that it does not model.
 
-        Args:
-            cell: The cell.
-            machine: A name of `bmburst.schedule.hardware.shipped`; None if the hardware is unknown.
+        `machine` is a name of `bmburst.schedule.hardware.shipped`; None if the hardware is unknown.
         """
         policy = self.recompute(cell)
         if machine is None or cell.dtype != "bfloat16" or self.stores_scores or self.refusal(cell) is not None:
@@ -356,13 +305,7 @@ class TrainMethod:
         return [with_attention_choice(fixed, strategy, None, hardware)]
 
     def memory_refusal(self, cell: TrainCell, machine: str | None, capacity: float) -> str | None:
-        """Return why the cell would not fit in memory, by the planner's prediction, or None.
-
-        Args:
-            cell: The cell.
-            machine: See `predict`.
-            capacity: Memory of a GPU in bytes.
-        """
+        """Return why the cell would not fit in memory, by the planner's prediction, or None."""
         found = self.predict(cell, machine)
         if found is None:
             return None

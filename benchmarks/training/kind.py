@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.kinds import OK, Kind, Results, Row, selection_of
-from benchmarks.engine.report import (
-    Rows,
-    is_measured,
-    of_whom,
-    panel,
-    plot_methods,
-    ranks_name,
-    scale_heights,
-)
+from benchmarks.engine.report import Rows, is_measured, of_whom, panel, plot_methods, ranks_name, scale_heights
 from benchmarks.training.cells import METHODS, STEPS, ZERO, TrainCell, TrainSelection, flops, list_cells
 from benchmarks.training.report import (
     MEDIAN_STEPS,
@@ -70,12 +62,7 @@ def _configure(group: argparse._ArgumentGroup) -> None:
     )
     add("--batch", metavar="N,...", default="1", help="sequences per step in the suite step (default: 1)")
     add("--zero", metavar="N,...", default="3", help="ZeRO stages in the suite step, 2 or 3 (default: 3)")
-    add(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="training steps of the suites loss and curve (default: 30, curve 60)",
-    )
+    add("--steps", type=int, metavar="N", help="training steps of the suites loss and curve (default: 30, curve 60)")
     add("--text", metavar="PATH", default="stdlib", help="training text of the suites loss and curve (default: stdlib)")
 
 
@@ -131,12 +118,7 @@ def _estimate(results: Results[TrainCell], cell: TrainCell) -> float:
 
 
 def draw(results: Results[TrainCell], stem: Path) -> list[Path]:
-    """Draw every comparison that has a measured cell, and return the pictures' paths.
-
-    Args:
-        results: The results.
-        stem: Prefix of the pictures' paths.
-    """
+    """Draw every comparison that has a measured cell, and return the pictures' paths."""
     paths: list[Path] = []
     for title, rows in over_tokens(results):
         if is_measured(rows):

@@ -50,13 +50,7 @@ def build_trainer(
 ) -> Trainer:
     """Return a cell's trainer before its first step. All ranks must call it.
 
-    Args:
-        cell: The cell.
-        setting: Ranks and kernel.
-        data: The training data.
-        folder: Parent of the run folder. Nothing is written to it.
-        steps: Number of steps, for the learning rate schedule.
-        make: Makes the trainer of a configuration.
+    Nothing is written to `folder`, the parent of the run folder. `make` makes the trainer of a configuration.
     """
     method = METHODS[cell.method]
     is_measured = cell.suite in ("step", "save")
@@ -119,10 +113,7 @@ def put(model: torch.nn.Module, attend: Attend) -> None:
 def write_random_tokens(path: Path, *, tokens: int, vocab_size: int) -> None:
     """Write a token file of random ids with at least one training sequence.
 
-    Args:
-        path: Path of the file.
-        tokens: Tokens per sequence.
-        vocab_size: Size of the vocabulary. Ids are uniform over all but the last one, which ends a document.
+    Ids are uniform over the vocabulary without the last one, which ends a document.
     """
     each = int(tokens * _MORE) // _DOCUMENTS + 8
     documents = (Document(name=str(n), pieces=(f"document {n}",)) for n in range(_DOCUMENTS))
@@ -200,10 +191,7 @@ def _measure_steps(cell: TrainCell, run: TrainRun) -> Row:
     gc.collect()
     run.gauge.clear()
     after = _measure_rates(cell, run.setting)
-    rates = Rates(
-        attention=(before.attention + after.attention) / 2,
-        matmul=(before.matmul + after.matmul) / 2,
-    )
+    rates = Rates(attention=(before.attention + after.attention) / 2, matmul=(before.matmul + after.matmul) / 2)
     losses = [step.loss for step in found]
     row |= {"warm_up_milliseconds": warm_up, "losses": losses, "rates": _teraflops(before, after)}
     return row | _evaluated(cell, Times.of(milliseconds), rates, run.device)

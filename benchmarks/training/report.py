@@ -6,17 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from benchmarks.engine.kinds import OK, Results, Row
-from benchmarks.engine.report import (
-    Rows,
-    grid,
-    groups,
-    known,
-    markdown_table,
-    note,
-    rank_kind,
-    ranks_name,
-    spread_name,
-)
+from benchmarks.engine.report import Rows, grid, groups, known, markdown_table, note, rank_kind, ranks_name, spread_name
 from benchmarks.training.cells import ZERO, Rates, TrainCell, bound
 from bmburst.amounts import short
 
@@ -123,10 +113,7 @@ def trained(results: Results[TrainCell], suite: str) -> Iterator[tuple[str, Rows
 def furthest(row: Row, reference: Row, what: str = "losses") -> float:
     """Return the largest difference of two curves at a step, relative to the reference.
 
-    Args:
-        row: The row.
-        reference: The row that it is compared with. If it has another number of steps, the common ones count.
-        what: "losses" or "grad_norms".
+    If the reference has another number of steps, the common ones count. `what` is "losses" or "grad_norms".
     """
     pairs = zip(row[what], reference[what], strict=False)
     return float(max(abs(one - other) / abs(other) for one, other in pairs))

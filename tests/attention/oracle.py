@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from bmburst.schedule.mask import make_mask
@@ -11,20 +12,19 @@ from tests.mask_oracle import visible
 def attention(q, k, v, mask, scale=None, softcap=None, sink=None):
     """q `[batch, tokens, heads, head_dim]`, k and v with their own heads, v with its own head dim -> out, lse.
 
-    The log-sum-exp is `[batch, heads, tokens]`.
-
-    A sink, `[heads]`, is one more logit of every row, without a value.
+    The log-sum-exp is `[batch, heads, tokens]`. A sink, `[heads]`, is one more logit of every row, without a value.
+    A mask may be what each query sees, bool `[queries, keys]`.
     """
     group = q.shape[2] // k.shape[2]
     keys, values = (t.repeat_interleave(group, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    seen = torch.from_numpy(visible(make_mask(mask), q.shape[1]))
+    seen = torch.from_numpy(mask if isinstance(mask, np.ndarray) else visible(make_mask(mask), q.shape[1]))
     scores = scores.masked_fill(~seen, -torch.inf)
     if sink is not None:
         scores = torch.cat((scores, sink[None, :, None, None].expand(*scores.shape[:3], 1)), -1)
     # of a row that sees nothing they are no numbers
-    weights = scores.softmax(-1)[..., : q.shape[1]].masked_fill(~seen, 0)
+    weights = scores.softmax(-1)[..., : k.shape[1]].masked_fill(~seen, 0)
     return torch.einsum("bhqk,bkhd->bqhd", weights, values), scores.logsumexp(-1)
 
 

@@ -11,7 +11,7 @@ from bmburst.comm.groups import communicator
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import PADDING, Tokens
 from tests.distributed.processes import run_processes
-from tests.distributed.threads import on_ranks, run_ranks
+from tests.distributed.threads import on_ranks
 from tests.ops.biased_oracle import draw, draw_ant, draw_bee, reference
 from tests.ops.test_biased import ours
 from tests.refusals import refused
@@ -53,12 +53,10 @@ def attend(comm, name, layout, dtype=torch.float64, **options):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BATCHES)
-def test_equals_the_published_formulas(size, layout, name):
-    def body(comm):
-        for got, wanted in zip(attend(comm, name, layout), problem(name)[2], strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
-
-    run_ranks(size, body)
+@on_ranks()
+def test_equals_the_published_formulas(comm, size, layout, name):
+    for got, wanted in zip(attend(comm, name, layout), problem(name)[2], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.long
@@ -87,35 +85,15 @@ def test_refuses_on_every_rank(comm):
     first = comm.rank == 0
     disagree = "disagree | fix: | rank 0: biased attention | rank 1: biased attention"
     for change, inputs, options, words in (
-        (
-            {},
-            (q, k, v, table[:-1] if first else table),
-            {},
-            "bias table | [21, 3] | float64 [20, 3] | fix: ",
-        ),
-        (
-            {},
-            (q, k, v, table.float() if first else table),
-            {},
-            f"{disagree} | float32[21, 3] | float64[21, 3]",
-        ),
-        (
-            {},
-            (q.clone().requires_grad_() if first else q, k, v, table),
-            {},
-            f"{disagree} | without gradient",
-        ),
+        ({}, (q, k, v, table[:-1] if first else table), {}, "bias table | [21, 3] | float64 [20, 3] | fix: "),
+        ({}, (q, k, v, table.float() if first else table), {}, f"{disagree} | float32[21, 3] | float64[21, 3]"),
+        ({}, (q.clone().requires_grad_() if first else q, k, v, table), {}, f"{disagree} | without gradient"),
         ({}, (q[:, 1:], k, v, table), {}, "[2, 29] | [2, 28] | fix: "),
         ({}, (q, k, v, table), {"scale": 0.0}, "scale | positive | 0.0"),
         ({}, (q, k, v, table), {"scale": math.inf}, "scale | positive | inf"),
         ({"relations": relations + 30 * first}, (q, k, v, table), {}, "relation | 30 | 0 to 9"),
         ({"kernel": "fa4"}, (q, k, v, table), {}, "kernel | 'fa4' | auto, triton, reference"),
-        (
-            {"kernel": "triton"},
-            (q, k, v, table),
-            {},
-            "'triton' | bfloat16 | torch.float64 | kernel='auto'",
-        ),
+        ({"kernel": "triton"}, (q, k, v, table), {}, "'triton' | bfloat16 | torch.float64 | kernel='auto'"),
         ({"transport": "mpi"}, (q, k, v, table), {}, "transport | 'mpi' | auto, gloo, nccl, peer"),
         ({"transport": "nccl"}, (q, k, v, table), {}, "transport | 'nccl' | threads | transport='auto'"),
     ):

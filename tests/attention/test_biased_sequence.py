@@ -19,7 +19,7 @@ from bmburst.comm.groups import communicator
 from bmburst.integrations.cpm_live_batch import SplitTokens
 from bmburst.recompute import checkpoint
 from bmburst_ops.biased import Tokens
-from tests.distributed.processes import run_processes
+from tests.distributed.processes import on_processes
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.ops.biased_oracle import draw, draw_bee, reference
 from tests.ops.test_biased import DEVICE, ours
@@ -221,12 +221,9 @@ def test_ranks_that_do_not_share_alike_are_told(comm):
 
 
 @pytest.mark.long
+@on_processes(2)
 def test_a_compiled_caller():
     """The graph ends before attention and goes on after it; another batch's sequence does not compile it again."""
-    run_processes(2, _compiled_caller)
-
-
-def _compiled_caller():
     comm = communicator(None)
     first, leaves, _ = part_of(comm)
 

@@ -18,7 +18,7 @@ from bmburst.schedule.tiles import make_tiles
 from tests.attention.cross_oracle import compare, layout_of, local, problem
 from tests.attention.exchange_ways import move_heads
 from tests.attention.oracle import reference
-from tests.distributed.processes import run_processes
+from tests.distributed.processes import on_processes, run_processes
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.pairs import in_turn, long, pairwise
 from tests.refusals import refused
@@ -119,8 +119,7 @@ STRATEGIES = [pair for pair in product(("heads", "gather", "kv", "burst"), LAYOU
 
 
 @pytest.mark.parametrize(
-    ("size", "causal", "strategy", "key_layout", "layout"),
-    pairwise([1, 2, 3], [True, False], STRATEGIES, LAYOUTS),
+    ("size", "causal", "strategy", "key_layout", "layout"), pairwise([1, 2, 3], [True, False], STRATEGIES, LAYOUTS)
 )
 def test_documents_of_either_sequence_may_be_empty(size, causal, strategy, key_layout, layout):
     mask, layouts = replace(EMPTY, causal=causal), (layout, key_layout)
@@ -151,22 +150,19 @@ def test_by_default_as_many_tokens_are_real_as_documents_have():
     run_ranks(3, body)
 
 
-def test_a_mask_for_each_sample():
+@on_ranks(2)
+def test_a_mask_for_each_sample(comm):
     masks = bmburst.Documents((9, 4), False, (0, 29)), "causal"
-
-    def body(comm):
-        found = []
-        for i, mask in enumerate(masks):
-            whole, expected = problem(13, 29, 2, 1, mask)
-            q = bmburst.shard(whole[0], group=comm)
-            k, v = (bmburst.shard(t, group=comm) for t in whole[1:3])
-            options = {"length": 13, "key_length": 29, "group": comm}
-            out = bmburst.burst_attention(q, k, v, mask=masks, **options)
-            found.append((bmburst.unshard(out, group=comm, length=13)[i], expected[0][i]))
-        for got, wanted in found:
-            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
-
-    run_ranks(2, body)
+    found = []
+    for i, mask in enumerate(masks):
+        whole, expected = problem(13, 29, 2, 1, mask)
+        q = bmburst.shard(whole[0], group=comm)
+        k, v = (bmburst.shard(t, group=comm) for t in whole[1:3])
+        options = {"length": 13, "key_length": 29, "group": comm}
+        out = bmburst.burst_attention(q, k, v, mask=masks, **options)
+        found.append((bmburst.unshard(out, group=comm, length=13)[i], expected[0][i]))
+    for got, wanted in found:
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_equal_sequences_are_self_attention():
@@ -185,11 +181,8 @@ def test_equal_sequences_are_self_attention():
     run_ranks(3, body)
 
 
+@on_processes(2)
 def test_over_processes():
-    run_processes(2, _over_processes)
-
-
-def _over_processes():
     from bmburst.comm.groups import communicator
 
     for strategy in ("auto", "heads", "gather", "burst"):

@@ -9,7 +9,7 @@ from bmburst.mesh import Mesh
 from bmburst.recompute import checkpoint
 from tests.attention.counting import watch_forward
 from tests.attention.cross_oracle import compare, layout_of, local, problem
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.distributed.threads import run_ranks
 from tests.stand_in_driver import install
 
@@ -40,11 +40,8 @@ def close(pairs):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
+@on_program()
 def test_the_module_takes_the_length_of_keys_at_each_call(size: int) -> None:
-    run_program(size, _modules)
-
-
-def _modules() -> None:
     from bmburst.attention.module import BurstAttention
 
     comm = Mesh.over_bmtrain().sequence

@@ -17,8 +17,8 @@ from bmburst.errors import UserError
 from bmburst.schedule.ring_schedule import make_ring_order
 from bmburst_ops.flash import BackwardInputs
 from tests.attention.oracle import draw, reference
-from tests.attention.test_burst_attention import compare, split_attention
-from tests.distributed.threads import run_ranks
+from tests.attention.test_burst_attention import compare, hold_accuracy
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.live_bytes import LiveBytes
 from tests.pairs import pairwise
 from tests.refusals import refused
@@ -170,16 +170,14 @@ def test_gradients_between_nodes_are_on_their_way_for_a_whole_window():
 
 @pytest.mark.parametrize(("nodes", "size"), [(2, 4), (4, 8), (2, 6)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 1)])
-def test_the_strategy_of_that_name(nodes, size, heads, kv_heads):
-    def body(comm):
-        comm.nodes = nodes
-        compare(comm, "zigzag", "causal", 37, heads, kv_heads, {"strategy": "double-ring"})
-        q, k = (torch.zeros(1, 4, n, 8) for n in (heads, kv_heads))
-        call = decide(comm, q, k, k, None, AttentionOptions(strategy="double-ring"))
-        assert (call.double_ring.intra.size, call.double_ring.inter.size) == (size // nodes, nodes)
-        assert call.strategy.ring_tensors == ("q" if kv_heads == heads else "kv")
-
-    run_ranks(size, body)
+@on_ranks()
+def test_the_strategy_of_that_name(comm, nodes, size, heads, kv_heads):
+    comm.nodes = nodes
+    compare(comm, "zigzag", "causal", 37, heads, kv_heads, {"strategy": "double-ring"})
+    q, k = (torch.zeros(1, 4, n, 8) for n in (heads, kv_heads))
+    call = decide(comm, q, k, k, None, AttentionOptions(strategy="double-ring"))
+    assert (call.double_ring.intra.size, call.double_ring.inter.size) == (size // nodes, nodes)
+    assert call.strategy.ring_tensors == ("q" if kv_heads == heads else "kv")
 
 
 def test_inside_an_exchange_of_heads(monkeypatch):
@@ -212,34 +210,19 @@ def test_inside_an_exchange_of_heads(monkeypatch):
         (3, None, "3 ranks | 2 or more nodes | BMBURST_NODE"),
     ],
 )
-def test_what_cannot_be_is_refused_on_every_rank(size, nodes, words):
-    def body(comm):
-        comm.nodes = nodes
-        q = torch.zeros(1, 4, 2, 8)
-        with refused("strategy", "'double-ring'", words, "strategy='auto'"):
-            bmburst.burst_attention(q, q, q, group=comm, strategy="double-ring")
-        comm.nodes = None if comm.rank else 2
-        with pytest.raises(UserError, match="disagree"):
-            bmburst.burst_attention(q, q, q, group=comm, strategy="kv")
-
-    run_ranks(size, body)
+@on_ranks()
+def test_what_cannot_be_is_refused_on_every_rank(comm, size, nodes, words):
+    comm.nodes = nodes
+    q = torch.zeros(1, 4, 2, 8)
+    with refused("strategy", "'double-ring'", words, "strategy='auto'"):
+        bmburst.burst_attention(q, q, q, group=comm, strategy="double-ring")
+    comm.nodes = None if comm.rank else 2
+    with pytest.raises(UserError, match="disagree"):
+        bmburst.burst_attention(q, q, q, group=comm, strategy="kv")
 
 
 def test_no_less_accurate_than_one_device():
-    whole = draw(1, 1, 96, 4, 2, 32, torch.bfloat16)
-    exact = reference(*whole[:4], "causal")
-    q, k, v = (t.bfloat16().transpose(1, 2).requires_grad_() for t in whole[:3])
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    grads = torch.autograd.grad(out, (q, k, v), whole[3].bfloat16().transpose(1, 2))
-    single = [t.transpose(1, 2).double() for t in (out, *grads)]
-
-    def body(comm):
-        comm.nodes = 2
-        got = split_attention(comm, whole, "zigzag", "causal", torch.bfloat16, False, strategy="double-ring")
-        for ours, theirs, wanted in zip(got[:1] + got[2:], single, exact[:1] + exact[2:], strict=True):
-            assert (ours.double() - wanted).norm() <= 2 * (theirs - wanted).norm()
-
-    run_ranks(8, body)
+    hold_accuracy(torch.bfloat16, [8], nodes=2, strategy="double-ring")
 
 
 class Echo:

@@ -14,7 +14,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.mesh import Mesh
 from tests.attention.oracle import draw, problem, reference
 from tests.attention.test_burst_attention import split_attention
-from tests.distributed.processes import run_processes
+from tests.distributed.processes import on_processes
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.mask_oracle import random_mask, random_tree
 from tests.pairs import pairwise
@@ -114,11 +114,8 @@ def test_striped_rings(ring_tensors):
         run_ranks(3, compare, "striped", mask, 29, 2, 1, {"strategy": ring_tensors})
 
 
+@on_processes(3)
 def test_over_processes():
-    run_processes(3, _over_processes)
-
-
-def _over_processes():
     comm = bmburst.communicator(None)
     for strategy in ("heads", "gather", "ring"):
         for name in ("documents", "window", "prefixes", "blocks"):
@@ -269,12 +266,9 @@ def test_the_mesh_decides_how_many_ranks_exchange_heads(comm):
     compare(comm, "balanced", Documents([20, 12]), 32, 4, 2, {})
 
 
+@on_processes(2)
 def test_what_a_mesh_says_is_its_own():
     """Two meshes may have the same group, and so may a caller without any."""
-    run_processes(2, _two_meshes)
-
-
-def _two_meshes():
     exchanging, whole = Mesh.over_process_group(heads=2), Mesh.over_process_group(nodes=2)
     assert (exchanging.sequence.ulysses_degree, exchanging.sequence.nodes) == (2, None)
     assert (whole.sequence.ulysses_degree, whole.sequence.nodes) == (None, 2)

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 import bmburst
 from bmburst import Tree, pack_tree
 from tests.attention.oracle import attention
-from tests.distributed.processes import run_processes
+from tests.distributed.processes import on_processes
 from tests.distributed.threads import run_ranks
 from tests.refusals import refused
 
@@ -214,7 +214,8 @@ def test_labels_count_by_row():
     assert pack_tree(rows, least_saved=1).counts.tolist() == [3, 1, 1, 2]
 
 
-def _different_rows():
+@on_processes(2)
+def test_ranks_with_other_rows_are_refused():
     rows = [[1, 2, 3], [1, 2, 4, 5]]
     packed = pack_tree(rows[:: -1 if dist.get_rank() else 1], least_saved=1)
     cut = bmburst.SequenceShard.cut(packed.length, layout="zigzag", size=2, rank=dist.get_rank())
@@ -226,7 +227,3 @@ def _different_rows():
     with refused("tree", "list", "pack_tree"):
         cut.tree(rows)
     assert [len(row) for row in cut.rows(same, torch.ones(1, 2))] == [2, 3]
-
-
-def test_ranks_with_other_rows_are_refused():
-    run_processes(2, _different_rows)

@@ -10,7 +10,7 @@ from bmburst.recompute import checkpoint
 from bmburst.schedule.layout import rank_areas
 from tests.attention.counting import watch_forward
 from tests.attention.oracle import draw, reference
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.refusals import refused
 
 DOCUMENTS = bmburst.Documents([9, 3, 14, 1, 2])  # 29 tokens: one lies across the half
@@ -114,15 +114,12 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS, ids=str)
-def test_what_cannot_be_kept_in_part_is_refused_on_every_rank(case):
+@on_ranks(2)
+def test_what_cannot_be_kept_in_part_is_refused_on_every_rank(comm, case):
     layout, fraction, mask = case
-
-    def body(comm):
-        x = torch.randn(1, 16, 2, 8, requires_grad=True)
-        attend = lambda t: bmburst.burst_attention(t, t, t, mask=mask, layout=layout, group=comm)  # noqa: E731
-        with refused(REFUSALS[case], "fix: "):
-            checkpoint(f"block-keep-attention:{fraction}", attend, x)
-        with torch.no_grad():  # nothing is kept, so nothing is refused
-            checkpoint(f"block-keep-attention:{fraction}", attend, x)
-
-    run_ranks(2, body)
+    x = torch.randn(1, 16, 2, 8, requires_grad=True)
+    attend = lambda t: bmburst.burst_attention(t, t, t, mask=mask, layout=layout, group=comm)  # noqa: E731
+    with refused(REFUSALS[case], "fix: "):
+        checkpoint(f"block-keep-attention:{fraction}", attend, x)
+    with torch.no_grad():  # nothing is kept, so nothing is refused
+        checkpoint(f"block-keep-attention:{fraction}", attend, x)

@@ -82,10 +82,7 @@ def test_unknown_values_are_refused_on_every_rank(comm, options, words, wrong_ra
         (lambda q, k, v: [t.to("meta") for t in (q, k, v)], "q | meta tensor | fix: | device"),
         (lambda q, k, v: (q, k.double(), v), f"{DTYPE} | torch.float64"),
         (lambda q, k, v: (q, k, v[:, :, :1]), "k and v | shape | [1, 4, 2, 8] | [1, 4, 1, 8] | fix: "),
-        (
-            lambda q, k, v: (q, k[:, :2], v[:, :2]),
-            "k is [1, 2, 2, 8] | q is [1, 4, 2, 8] | equal | each rank",
-        ),
+        (lambda q, k, v: (q, k[:, :2], v[:, :2]), "k is [1, 2, 2, 8] | q is [1, 4, 2, 8] | equal | each rank"),
         (lambda q, k, v: (q[:, :, :1], k, v), "1 query heads | 2 key/value heads | multiple"),
         (lambda q, k, v: (q[:, :3], k[:, :3], v[:, :3]), "layout | 'zigzag' | multiple of 2 | got 3 | multiple of 4"),
         (lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), f"q | {SHAPE} | [1, 0, 2, 8] | fix: "),

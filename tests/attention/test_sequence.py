@@ -12,7 +12,7 @@ import bmburst
 from bmburst.comm.groups import communicator
 from bmburst.errors import UserError
 from bmburst_ops import IGNORE_INDEX
-from tests.distributed.processes import run_processes
+from tests.distributed.processes import on_processes
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.refusals import refused
 
@@ -22,21 +22,19 @@ LAYOUTS = ["contiguous", "zigzag", "striped"]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_inverse_for_any_length(layout, size, dim):
-    def body(comm):
-        for length in (size, size + 1, 11, 24):
-            shape = [2, 3, 5]
-            shape[dim] = max(length, size)
-            whole = torch.arange(torch.tensor(shape).prod().item()).reshape(shape)
-            part = bmburst.shard(whole, dim, layout, comm, pad_value=-7)
-            cut = bmburst.SequenceShard.cut(whole.shape[dim], layout=layout, size=size, rank=comm.rank)
-            assert part.shape[dim] == cut.local_tokens
-            moved = part.movedim(dim, 0)
-            assert torch.equal(moved[: cut.real_tokens], whole.movedim(dim, 0)[cut.positions()[: cut.real_tokens]])
-            assert (moved[cut.real_tokens :] == -7).all()
-            assert torch.equal(bmburst.unshard(part, dim, layout, comm, whole.shape[dim]), whole)
-
-    run_ranks(size, body)
+@on_ranks()
+def test_inverse_for_any_length(comm, layout, size, dim):
+    for length in (size, size + 1, 11, 24):
+        shape = [2, 3, 5]
+        shape[dim] = max(length, size)
+        whole = torch.arange(torch.tensor(shape).prod().item()).reshape(shape)
+        part = bmburst.shard(whole, dim, layout, comm, pad_value=-7)
+        cut = bmburst.SequenceShard.cut(whole.shape[dim], layout=layout, size=size, rank=comm.rank)
+        assert part.shape[dim] == cut.local_tokens
+        moved = part.movedim(dim, 0)
+        assert torch.equal(moved[: cut.real_tokens], whole.movedim(dim, 0)[cut.positions()[: cut.real_tokens]])
+        assert (moved[cut.real_tokens :] == -7).all()
+        assert torch.equal(bmburst.unshard(part, dim, layout, comm, whole.shape[dim]), whole)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -225,12 +223,9 @@ def test_second_derivatives(comm):
         torch.autograd.grad(whole.square().sum(), x, create_graph=True)[0].sum().backward()
 
 
+@on_processes(2)
 def test_a_compiled_caller():
     """The graph ends before a sequence is cut or joined and goes on after it; results are those of an eager caller."""
-    run_processes(2, _compiled_caller)
-
-
-def _compiled_caller():
     warnings.filterwarnings("error", message="(?s).*bmburst")  # the compiler looks into what it cannot keep
     x = torch.arange(36.0, dtype=torch.float64).view(2, 9, 2).requires_grad_()
 
@@ -282,11 +277,8 @@ def test_shard_takes_what_differs_by_a_rounding(comm):
         bmburst.shard(torch.full((1, 12), float(comm.rank)), group=comm)
 
 
+@on_processes(2)
 def test_batches_of_ranks_that_share_a_sequence_are_compared():
-    run_processes(2, _different_batches)
-
-
-def _different_batches():
     world = communicator(None)
     ids = torch.arange(24).view(2, 12)
     cuts = [

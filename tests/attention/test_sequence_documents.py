@@ -138,20 +138,8 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         refuses("mask | 'docs' | causal, full", bmburst.shard, x, balanced, mask="docs")
         refuses("mask | name | list | causal, full | bmburst.Documents", bmburst.shard, x, {}, mask=[good])
         refuses("5 tokens | 6 real | length=5", bmburst.unshard, torch.zeros(1, 8), balanced | {"length": 5}, length=6)
-        refuses(
-            "'balanced' | pass mask=",
-            bmburst.unshard,
-            torch.zeros(1, 8),
-            balanced | {"length": 5},
-            mask=None,
-        )
-        refuses(
-            differ,
-            bmburst.unshard,
-            torch.zeros(1, 8),
-            balanced | {"length": 5},
-            mask=Documents((2, 3)),
-        )
+        refuses("'balanced' | pass mask=", bmburst.unshard, torch.zeros(1, 8), balanced | {"length": 5}, mask=None)
+        refuses(differ, bmburst.unshard, torch.zeros(1, 8), balanced | {"length": 5}, mask=Documents((2, 3)))
 
     run_ranks(2, body)
     cut = partial(SequenceShard.cut, 5, size=2, rank=0)

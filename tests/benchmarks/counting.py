@@ -10,18 +10,11 @@ from bmburst.schedule.exchange import Exchange
 
 
 class Counting:
-    """Passes every call on to another mover.
-
-    Args:
-        comm: The mover that it wraps.
-
-    Attributes:
-        received: Bytes received from other ranks so far.
-    """
+    """Passes every call on to another mover."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        self.received = 0
+        self.received = 0  # bytes from other ranks so far
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)

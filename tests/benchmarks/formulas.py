@@ -12,27 +12,16 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The shape of an attention over ranks.
+    """The shape of an attention over ranks."""
 
-    Attributes:
-        ranks: G, the number of ranks.
-        batch: B, the number of sequences.
-        tokens: N, tokens of the whole sequence.
-        heads: Z, the number of query heads.
-        kv_heads: Zk, the number of KV heads.
-        head_dim: d, features of a head.
-        itemsize: h, bytes per element: 2 in bfloat16.
-        wide: w, bytes per element of accumulators and statistics.
-    """
-
-    ranks: int
-    batch: int = 1
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int = 128
-    itemsize: int = 2
-    wide: int = 4
+    ranks: int  # G
+    batch: int = 1  # B
+    tokens: int  # N, of the whole sequence
+    heads: int  # Z, of queries
+    kv_heads: int  # Zk
+    head_dim: int = 128  # d
+    itemsize: int = 2  # h, bytes per element: 2 in bfloat16
+    wide: int = 4  # w, bytes per element of accumulators and statistics
 
     @property
     def q(self) -> float:
@@ -65,21 +54,13 @@ Bytes = Callable[[Shape], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """Communication and memory of one method.
+    """Communication and memory of one method."""
 
-    Attributes:
-        forward: Bytes that a rank receives in forward.
-        backward: Bytes that a rank receives in backward.
-        kept: Bytes that a rank saves for backward of a layer's attention.
-        scores: Bytes of scores and weights that forward writes to the GPU's memory.
-        at_work: Peak bytes of scores and weights in memory.
-    """
-
-    forward: Bytes
-    backward: Bytes
-    kept: Bytes
-    scores: Bytes = lambda _: 0.0
-    at_work: Bytes = lambda _: 0.0
+    forward: Bytes  # that a rank receives
+    backward: Bytes  # that a rank receives
+    kept: Bytes  # that a rank saves for backward of a layer's attention
+    scores: Bytes = lambda _: 0.0  # of scores and weights that forward writes to the GPU's memory
+    at_work: Bytes = lambda _: 0.0  # of scores and weights at their peak
 
 
 def _hops(s: Shape) -> int:
@@ -110,14 +91,10 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             at_work=lambda s: 2 * s.scores,
         ),
         "tensor parallel v1, attention's half": Method(
-            forward=lambda s: 2 * s.q * _hops(s),
-            backward=lambda s: 2 * s.q * _hops(s),
-            kept=_ours,
+            forward=lambda s: 2 * s.q * _hops(s), backward=lambda s: 2 * s.q * _hops(s), kept=_ours
         ),
         "tensor parallel v3, attention's half": Method(
-            forward=lambda s: 2 * s.q * _hops(s),
-            backward=lambda s: 2 * s.q * _hops(s),
-            kept=_ours,
+            forward=lambda s: 2 * s.q * _hops(s), backward=lambda s: 2 * s.q * _hops(s), kept=_ours
         ),
         "burst": Method(
             forward=lambda s: 2 * s.k * _hops(s),
@@ -131,10 +108,6 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
         "heads (Ulysses) over NCCL": _HEADS,
         "heads (Ulysses) by peer copies, the default": _HEADS,
-        "gather": Method(
-            forward=lambda s: 2 * s.k * _hops(s),
-            backward=lambda s: 4 * s.k * _hops(s),
-            kept=_ours,
-        ),
+        "gather": Method(forward=lambda s: 2 * s.k * _hops(s), backward=lambda s: 4 * s.k * _hops(s), kept=_ours),
     }
 )

@@ -1,12 +1,13 @@
 """`bmburst bench inference`: cells, all methods on one and two ranks of the CPU, tables, pictures and refusals."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from benchmarks.engine.job import RankRun
-from benchmarks.engine.kinds import FAILED, OK, REFUSED, Results
+from benchmarks.engine.kinds import FAILED, OK, REFUSED
 from benchmarks.engine.report import markdown
 from benchmarks.inference.cells import (
     HEADS,
@@ -25,19 +26,10 @@ from benchmarks.inference.kind import KIND, draw, paper
 from benchmarks.inference.measure import random_weights
 from bmburst.cli import main
 from bmburst.schedule.hardware import load_hardware
+from tests.benchmarks.made import results as made_results
 from tests.refusals import says
 
-HEADER = {
-    "date": "2026-11-23",
-    "command": "bmburst bench inference",
-    "ranks": 2,
-    "device": "NVIDIA H200",
-    "python": "3.12",
-    "torch": "2.11",
-    "bmburst": "0",
-    "commit": None,
-    "packages": {},
-}
+results = partial(made_results, KIND)
 SPLIT = (HEADS, TOKENS, NO_LAO, TENSOR_V1, TENSOR_V3, RING_LI)
 
 
@@ -63,13 +55,6 @@ def measured(first=5.0, token=8.0, tokens=(1, 2)):
         "allocated_gib": 58.5,
         "tokens": list(tokens),
     }
-
-
-def results(*rows):
-    made = Results(KIND, runs=[HEADER])
-    for at, row in rows:
-        made.put(at, row)
-    return made
 
 
 def test_default_cells_are_those_of_the_papers_tables_and_a_million_tokens():

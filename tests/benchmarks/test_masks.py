@@ -30,11 +30,12 @@ from benchmarks.attention.method import LocalKernel, Method, Setting, prepare
 from benchmarks.attention.methods import all_methods
 from benchmarks.attention.packages import zigzag_positions
 from benchmarks.engine.job import Job
-from benchmarks.engine.kinds import OK, REFUSED, Results
+from benchmarks.engine.kinds import OK, REFUSED
 from benchmarks.engine.machine import Gauge, RankGroup
 from benchmarks.engine.report import markdown, row_line
 from bmburst.schedule.tiles import visible_area
 from bmburst_ops.pattern import visible_ranges
+from tests.benchmarks.made import results
 from tests.benchmarks.masked import visible
 
 METHODS = all_methods("cuda")
@@ -173,20 +174,10 @@ def test_tables_say_what_was_packed(tmp_path):
     part = {"milliseconds": times, "tflops": 500.0, "ratio": 0.9, "exposed_ms": 0.5, "bytes": 1e9}
     part |= {"arithmetic_ms": 4.0, "arithmetic_tflops": 620.0, "times_arithmetic": 1.24}
     row = {"status": OK, "peak_memory_gib": 1.0, "seconds": 1.0, "forward": part, "forward_backward": part}
-    header = {
-        "date": "now",
-        "ranks": 8,
-        "device": "H200",
-        "bmburst": "0",
-        "commit": None,
-        "packages": {},
-        "command": "x",
-    }
-    made = Results(KIND, runs=[header])
-    for tokens in (131072, 524288):
-        made.put(cell(tokens=tokens), row | facts("documents", tokens))
-    made.put(cell("window", tokens=262144), row | facts("window", 262144))
-    made.put(cell("window", "ring-flash-attn", tokens=262144), {"status": REFUSED, "reason": "no window"})
+    rows = [(cell(tokens=tokens), row | facts("documents", tokens)) for tokens in (131072, 524288)]
+    rows.append((cell("window", tokens=262144), row | facts("window", 262144)))
+    rows.append((cell("window", "ring-flash-attn", tokens=262144), {"status": REFUSED, "reason": "no window"}))
+    made = results(KIND, *rows)
     text = markdown(made)
     assert (
         "## Attention of packed causal documents over tokens in all: 32 q / 8 kv heads, head dim 128, bfloat16" in text

@@ -20,7 +20,7 @@ from benchmarks.attention.packages import flash_attention_2
 from benchmarks.engine.machine import RankGroup
 from bmburst.errors import UserError
 from tests.benchmarks.masked import visible
-from tests.distributed.processes import run_processes
+from tests.distributed.processes import on_processes
 
 METHODS = all_methods("cpu")
 PEERS = ("ulysses", "allgather-kv", "tensor-parallel-v1", "tensor-parallel-v3", "ring-li-2021")
@@ -52,24 +52,8 @@ MASKED = ({"mask": "documents", "tokens": 192, "batch": 1}, {"mask": "window", "
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@on_processes()
 def test_peers_compute_attention_and_receive_as_many_bytes_as_they_say(size):
-    run_processes(size, _compare_peers, size)
-
-
-def test_peers_compute_attention_on_one_rank():
-    for method in PEERS:
-        _compare(cell(method, 1), RankGroup(process_group=None, rank=0, size=1, device=torch.device("cpu")))
-
-
-def test_ours_computes_attention_by_what_its_name_says():
-    run_processes(2, _compare_ours)
-
-
-def test_documents_and_a_window_are_computed_on_three_ranks():
-    run_processes(3, _compare_masked, fresh=True)
-
-
-def _compare_peers(size):
     group = RankGroup(process_group=dist.group.WORLD, rank=dist.get_rank(), size=size, device=torch.device("cpu"))
     for method in PEERS:
         for changes in SHAPES:
@@ -77,7 +61,13 @@ def _compare_peers(size):
         _count(cell(method, size), group)
 
 
-def _compare_ours():
+def test_peers_compute_attention_on_one_rank():
+    for method in PEERS:
+        _compare(cell(method, 1), RankGroup(process_group=None, rank=0, size=1, device=torch.device("cpu")))
+
+
+@on_processes(2)
+def test_ours_computes_attention_by_what_its_name_says():
     group = RankGroup(process_group=dist.group.WORLD, rank=dist.get_rank(), size=2, device=torch.device("cpu"))
     for method in OURS:
         for changes in SHAPES:
@@ -86,7 +76,8 @@ def _compare_ours():
                 _compare(cell(method, 2, **changes), group)
 
 
-def _compare_masked():
+@on_processes(3, fresh=True)
+def test_documents_and_a_window_are_computed_on_three_ranks():
     group = RankGroup(process_group=dist.group.WORLD, rank=dist.get_rank(), size=3, device=torch.device("cpu"))
     names = ("heads-gloo", "gather-gloo", "ring-gloo", "gather-gloo-balanced", "ring-gloo-balanced")
     for method in ("ulysses", "tensor-parallel-v3", "ours", "ours-balanced", *(f"ours-{name}" for name in names)):

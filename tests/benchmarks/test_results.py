@@ -1,6 +1,7 @@
 """The file of results, what of it is done, tables and pictures, and ranks that are lost."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,10 @@ from benchmarks.engine.timing import LEAST, Times, in_turns, quotient
 from bmburst.amounts import short
 from bmburst.comm.streams import CALLS
 from bmburst.errors import UserError
+from tests.benchmarks.made import HEADER
+from tests.benchmarks.made import results as made_results
 
-HEADER = {
-    "date": "2026-11-21",
-    "command": "bmburst bench attention",
-    "ranks": 8,
-    "device": "H200",
-    "python": "3.12",
-    "torch": "2.11",
-    "bmburst": "0",
-    "commit": None,
-    "packages": {"triton": "3.6"},
-}
+results = partial(made_results, KIND, command="bmburst bench attention")
 
 
 def cell(method="ours", tokens=65536, **changes):
@@ -42,13 +35,6 @@ def measured(milliseconds=10.0, ratio=0.9, seconds=1.0):
     part = {"milliseconds": times, "tflops": 640 * ratio, "ratio": ratio, "exposed_ms": 1.5, "bytes": 2e9}
     directions = {"forward": part, "forward_backward": {**part, "bytes": None}}
     return {"status": OK, "peak_memory_gib": 3.25, "seconds": seconds, **directions}
-
-
-def results(*rows, runs=1):
-    made = Results(KIND, runs=[HEADER] * runs)
-    for at, row in rows:
-        made.put(at, row)
-    return made
 
 
 def test_a_file_holds_what_was_written(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,33 +12,16 @@ from benchmarks.engine import job as job_module
 from benchmarks.engine.job import Job
 from benchmarks.engine.kinds import FAILED, OK, REFUSED, Results
 from benchmarks.engine.report import markdown, row_line
-from benchmarks.training.cells import (
-    METHODS,
-    Rates,
-    TrainCell,
-    TrainSelection,
-    bound,
-    flops,
-    list_cells,
-    utilisation,
-)
+from benchmarks.training.cells import METHODS, Rates, TrainCell, TrainSelection, bound, flops, list_cells, utilisation
 from benchmarks.training.kind import KIND, draw
 from benchmarks.training.report import furthest, running_median, shown_steps, to_all_layers
 from bmburst.cli import main
 from bmburst.train.config import DataConfig
+from tests.benchmarks.made import HEADER
+from tests.benchmarks.made import results as made_results
 from tests.refusals import refused, says
 
-HEADER = {
-    "date": "2026-11-21",
-    "command": "bmburst bench train",
-    "ranks": 4,
-    "device": "NVIDIA H200",
-    "python": "3.12",
-    "torch": "2.11",
-    "bmburst": "0",
-    "commit": None,
-    "packages": {},
-}
+results = partial(made_results, KIND)
 RATES = Rates(attention=600e12, matmul=700e12)
 
 
@@ -68,13 +52,6 @@ def measured(at, seconds=1.0, ratio=1.1, peak=50.0, loss=11.8):
         "losses": [loss, loss / 2, loss / 4],
         "grad_norms": [3.0, 2.0, 1.0],
     }
-
-
-def results(*rows):
-    made = Results(KIND, runs=[HEADER])
-    for at, row in rows:
-        made.put(at, row)
-    return made
 
 
 # Cells

@@ -208,12 +208,7 @@ HUB: Mapping[str, dict[str, Any]] = {
     "Yarn Llama 2": _LLAMA
     | {
         "auto_map": {"AutoConfig": "configuration_llama.LlamaConfig"},
-        "rope_scaling": {
-            "factor": 16.0,
-            "finetuned": True,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
+        "rope_scaling": {"factor": 16.0, "finetuned": True, "original_max_position_embeddings": 4096, "type": "yarn"},
     },
     "Llama 3": _without(_LLAMA_3, "mlp_bias") | {"eos_token_id": 128009, "max_position_embeddings": 8192},
     "Llama 3.1": _LLAMA_3 | {"rope_scaling": _LLAMA_3_ROPE},

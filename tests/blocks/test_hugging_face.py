@@ -272,10 +272,7 @@ OWN = "allowed: .safetensors files in its own directory | fix: "
         (_change("model.norm.weight", torch.zeros(0)), "model.norm.weight | no numbers | ZeRO-3 | fix: save"),
         (_other_parts(alone=True), "has model-00001-of-00001.safetensors | no index | fix: copy model.safetensors.ind"),
         (_other_parts(alone=False), "model.safetensors differs from | model-00001-of-00001.safetensors | remove"),
-        (
-            _change("model.layers.2.mlp.up_proj.weight", torch.zeros(2)),
-            "model.layers.2.mlp.up_proj.weight | fix: ",
-        ),
+        (_change("model.layers.2.mlp.up_proj.weight", torch.zeros(2)), "model.layers.2.mlp.up_proj.weight | fix: "),
         (_change("lm_head.weight", torch.zeros(6, 11)), "lm_head.weight | [6, 11] | config.json | [11, 6] | fix: "),
         (
             _change("lm_head.weight", torch.zeros(11, 6, dtype=torch.int8)),
@@ -284,14 +281,8 @@ OWN = "allowed: .safetensors files in its own directory | fix: "
         (_indexed("{}"), "index.json | weight_map | fix: "),
         (_indexed('{"weight_map": {"lm_head.weight": "gone.safetensors"}}'), "no file | gone.safetensors | fix: "),
         (_indexed('{"weight_map": {"a": "../gone.safetensors"}}'), f"{OWN} | ../gone.safetensors"),
-        (
-            _indexed('{"weight_map": {"a": "/etc/gone.safetensors"}}'),
-            f"{OWN} | /etc/gone.safetensors",
-        ),
-        (
-            _indexed('{"weight_map": {"a": "part/gone.safetensors"}}'),
-            f"{OWN} | part/gone.safetensors",
-        ),
+        (_indexed('{"weight_map": {"a": "/etc/gone.safetensors"}}'), f"{OWN} | /etc/gone.safetensors"),
+        (_indexed('{"weight_map": {"a": "part/gone.safetensors"}}'), f"{OWN} | part/gone.safetensors"),
         (_indexed('{"weight_map": {"a": "pytorch_model.bin"}}'), f"{OWN} | pytorch_model.bin"),
         (_indexed('{"weight_map": {"a": "a\\u0000.safetensors"}}'), f"{OWN} | a\\x00.safetensors"),
         (_indexed('{"weight_map": {"a": "' + "x" * 300 + '.safetensors"}}'), "no file | xxx.safetensors | fix: "),

@@ -14,7 +14,7 @@ from bmburst.blocks.config import kv_heads_at_once
 from bmburst.schedule.documents import Documents
 from tests import tiny
 from tests.attention.counting import count_forward, watch_forward
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.pairs import in_turn, long
 from tests.refusals import refused
 
@@ -85,11 +85,8 @@ def require_equal(got, wanted, dtype, what):
         *long((1, 1 << 19, tuple(MODELS), CASES), *((size, 1, tuple(MODELS), CASES) for size in (1, 2, 3, 4))),
     ],
 )
+@on_program()
 def test_gradients_are_those_of_blocks_that_keep_everything(size, rows, families, cases):
-    run_program(size, _gradients_are_those_of_blocks_that_keep_everything, rows, families, cases)
-
-
-def _gradients_are_those_of_blocks_that_keep_everything(rows, families, cases):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", rows)
         for config in models(families):
@@ -102,11 +99,8 @@ def _gradients_are_those_of_blocks_that_keep_everything(rows, families, cases):
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+@on_program()
 def test_a_block_that_saves_everything_prefetches_for_the_one_before(size):
-    run_program(size, _a_block_that_saves_everything_prefetches)
-
-
-def _a_block_that_saves_everything_prefetches():
     """Its backward begins with that: the products of a block hide the copies."""
     from bmburst.recompute.host_store import HostStore, OffloadGroup
 
@@ -149,11 +143,8 @@ SEGMENTS = (
 @pytest.mark.parametrize(
     ("size", "zero"), [(1, 3), *(pytest.param(*each, marks=pytest.mark.long) for each in ((2, 2), (2, 3), (3, 3)))]
 )
+@on_program()
 def test_segments_of_blocks_store_one_input(size, zero):
-    run_program(size, _segments_of_blocks_store_one_input, size, zero)
-
-
-def _segments_of_blocks_store_one_input(size, zero):
     config = tiny.config("qwen3", num_layers=5, num_heads=4 * size, num_kv_heads=2 * size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", 1)
@@ -163,11 +154,8 @@ def _segments_of_blocks_store_one_input(size, zero):
             require_equal(got, wanted, torch.float64, policy)
 
 
+@on_program(1)
 def test_attention_of_a_segment_runs_again_once():
-    run_program(1, _attention_of_a_segment_runs_again_once)
-
-
-def _attention_of_a_segment_runs_again_once():
     config, seen = tiny.config(num_layers=5, num_heads=6, num_kv_heads=3), []
     with pytest.MonkeyPatch.context() as patch:
         count_forward(patch, seen.append)
@@ -185,11 +173,8 @@ def _attention_of_a_segment_runs_again_once():
             assert len(seen) == 5 + 5 + again, policy  # also without gradients
 
 
+@on_program(1)
 def test_a_segment_has_one_backward():
-    run_program(1, _a_segment_has_one_backward)
-
-
-def _a_segment_has_one_backward():
     from bmburst.blocks.model import Llama
 
     model = Llama(tiny.config(num_layers=3), recompute="block+every-2")
@@ -200,11 +185,8 @@ def _a_segment_has_one_backward():
         loss.backward()
 
 
+@on_program(1)
 def test_a_loss_that_is_dropped_frees_host_memory_at_once():
-    run_program(1, _a_loss_that_is_dropped_frees_host_memory_at_once)
-
-
-def _a_loss_that_is_dropped_frees_host_memory_at_once():
     from bmburst.blocks.model import Llama
     from bmburst.recompute.host_store import HostStore, OffloadGroup
 
@@ -236,10 +218,7 @@ def _a_loss_that_is_dropped_frees_host_memory_at_once():
             gc.enable()
 
 
-MASKS = {
-    "documents": Documents((17, 12, 16)),
-    "one for each sample": (Documents((17, 28)), Documents((3, 40, 2))),
-}
+MASKS = {"documents": Documents((17, 12, 16)), "one for each sample": (Documents((17, 28)), Documents((3, 40, 2)))}
 
 
 @pytest.mark.parametrize(("size", "mask", "policies"), in_turn([1, 2], MASKS, [[*POLICIES[::5]], [*POLICIES[1:5]]]))
@@ -258,14 +237,10 @@ def _masks_of_a_batch(mask, policies):
 
 
 @pytest.mark.parametrize(
-    ("size", "strategies"),
-    [(2, ("heads", "burst")), *long((2, ("gather", "kv")), (4, ("heads", "heads+ring")))],
+    ("size", "strategies"), [(2, ("heads", "burst")), *long((2, ("gather", "kv")), (4, ("heads", "heads+ring")))]
 )
+@on_program()
 def test_every_strategy_attends_with_some_heads_at_a_time(size, strategies):
-    run_program(size, _every_strategy_attends_with_some_heads_at_a_time, size, strategies)
-
-
-def _every_strategy_attends_with_some_heads_at_a_time(size, strategies):
     """And with each head as often as where all attend at once; without gradients, forward and backward."""
     from bmburst.attention.module import BurstAttention
     from bmburst.mesh import Mesh
@@ -296,11 +271,8 @@ class TorchAttention(torch.nn.Module):
         return scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
+@on_program(1)
 def test_attention_of_a_module_that_is_not_ours():
-    run_program(1, _attention_of_a_module_that_is_not_ours)
-
-
-def _attention_of_a_module_that_is_not_ours():
     config = tiny.config(num_heads=6, num_kv_heads=3)
     wanted = step(config, "none", torch.float64, attention=TorchAttention)
     for policy in ("block", "block-keep-attention"):
@@ -308,11 +280,8 @@ def _attention_of_a_module_that_is_not_ours():
         require_equal(got, wanted, torch.float64, policy)
 
 
+@on_program(1)
 def test_what_a_module_returns_is_not_overwritten():
-    run_program(1, _what_a_module_returns_is_not_overwritten)
-
-
-def _what_a_module_returns_is_not_overwritten():
     returned = []
 
     class Remembering(TorchAttention):
@@ -325,11 +294,8 @@ def _what_a_module_returns_is_not_overwritten():
     assert len(returned) == 2 * 3 and all(torch.equal(out, as_it_was) for out, as_it_was in returned)
 
 
+@on_program(1)
 def test_16_bits_add_gradients_of_chunks_up_in_fp32():
-    run_program(1, _16_bits_add_gradients_of_chunks_up_in_fp32)
-
-
-def _16_bits_add_gradients_of_chunks_up_in_fp32():
     """Tokens one by one: sums in bf16 would be off by several percent."""
     config = tiny.config("qwen2")
     exact = step(config, "none", torch.float32)[1]

@@ -13,7 +13,7 @@ from bmburst.blocks import config as block_config
 from bmburst.blocks.config import TARGETS, LoRAConfig
 from bmburst.train.config import ParallelConfig, TrainConfig
 from tests import tiny
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
 from tests.refusals import refused, says
 
@@ -270,11 +270,8 @@ def _no_gradient_of_a_frozen_weight_is_computed(config):
                 assert (36,) in found and (58, 36) in found and (84, 36) in found
 
 
+@on_program(1)
 def test_a_new_adapter_changes_nothing_and_begins_as_pefts_do():
-    run_program(1, _a_new_adapter_changes_nothing_and_begins_as_pefts_do)
-
-
-def _a_new_adapter_changes_nothing_and_begins_as_pefts_do():
     from bmburst.blocks.model import Llama
     from bmburst.zero import gather, named_shards
 

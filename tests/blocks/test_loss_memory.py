@@ -6,16 +6,13 @@ from dataclasses import replace
 import pytest
 
 from bmburst.blocks.presets import PRESETS
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 
 MODEL = replace(PRESETS["llama-tiny"], num_layers=1)
 
 
+@on_program(1, fresh=True)
 def test_an_embedding_that_is_not_the_head_is_gone():
-    run_program(1, _an_embedding_that_is_not_the_head_is_gone, fresh=True)
-
-
-def _an_embedding_that_is_not_the_head_is_gone():
     for tied in (False, True):
         assert embedding_lives(tied) is tied
 

@@ -189,16 +189,8 @@ def test_targets_that_are_not_those_of_the_file(tmp_path: Path, base: Path, give
     ("old", "new", "words"),
     [
         (".weight", ".default.weight", "lora_A.default.weight | does not save under this name"),
-        (
-            "base_model.model.",
-            "",
-            "holds model.layers.0.self_attn.q_proj.lora_A.weight | not save under this name",
-        ),
-        (
-            "model.layers",
-            "model.language_model.layers",
-            "base_model.model.model.language_model.layers | other mod",
-        ),
+        ("base_model.model.", "", "holds model.layers.0.self_attn.q_proj.lora_A.weight | not save under this name"),
+        ("model.layers", "model.language_model.layers", "base_model.model.model.language_model.layers | other mod"),
         (".model.model", ".model._orig_mod.model", "_orig_mod.model.layers | saved from a wrapped model"),
     ],
 )

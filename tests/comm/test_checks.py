@@ -19,19 +19,10 @@ REDUCE = f"{DIFFER} | all_gather | rank 1: all_reduce"
     ("call", "words"),
     [
         (lambda c: c.ring(torch.zeros(2 + c.rank)), f"{DIFFER} | shift=1 float32[2] | shift=1 float32[3]"),
-        (
-            lambda c: c.ring(torch.zeros(2), shift=1 + 2 * c.rank),
-            f"{DIFFER} | ring shift=1 | ring shift=3",
-        ),
-        (
-            lambda c: c.ring(torch.zeros(2, dtype=[torch.float32, torch.float64][c.rank])),
-            FLOATS,
-        ),
+        (lambda c: c.ring(torch.zeros(2), shift=1 + 2 * c.rank), f"{DIFFER} | ring shift=1 | ring shift=3"),
+        (lambda c: c.ring(torch.zeros(2, dtype=[torch.float32, torch.float64][c.rank])), FLOATS),
         (lambda c: c.ring(*[torch.zeros(9, 9, 9)] * 40, torch.zeros(2 + c.rank)), f"{DIFFER} | #"),  # far behind
-        (
-            lambda c: c.all_reduce(torch.zeros(2)) if c.rank else c.all_gather(torch.zeros(2)),
-            REDUCE,
-        ),
+        (lambda c: c.all_reduce(torch.zeros(2)) if c.rank else c.all_gather(torch.zeros(2)), REDUCE),
         (lambda c: c.all_reduce(torch.zeros(2 + c.rank)), f"{DIFFER} | rank 1: all_reduce float32[3]"),
         (lambda c: c.all_gather(torch.zeros(2 + c.rank)), f"{DIFFER} | rank 1: all_gather float32[3]"),
         (lambda c: c.all_to_all(torch.zeros(2, 1 + c.rank)), f"{DIFFER} | rank 1: all_to_all float32[2, 2]"),
@@ -49,21 +40,19 @@ def test_a_mismatch_is_an_error_on_every_rank(comm, call, words):
     assert torch.equal(comm.ring(torch.tensor(comm.rank)).wait()[0], torch.tensor((comm.rank - 1) % 2))
 
 
-def test_a_problem_of_one_rank_is_raised_on_all():
+@on_ranks(3)
+def test_a_problem_of_one_rank_is_raised_on_all(comm):
     def decide(rank, problem):
         if problem:
             raise UserError(problem)
         return rank, "same"
 
-    def body(comm):
-        assert comm.decided(lambda: decide(comm.rank, None)) == comm.rank
-        for problem in ("head counts do not divide", "x" * 3000):
-            with refused(problem[:200]):
-                comm.decided(lambda p=problem: decide(comm.rank, p if comm.rank == 2 else None))
-        with refused("disagree", "fix: ", "rank 0: a\nrank 2: b", error=Mismatch):
-            comm.agree("b" if comm.rank == 2 else "a")
-
-    run_ranks(3, body)
+    assert comm.decided(lambda: decide(comm.rank, None)) == comm.rank
+    for problem in ("head counts do not divide", "x" * 3000):
+        with refused(problem[:200]):
+            comm.decided(lambda p=problem: decide(comm.rank, p if comm.rank == 2 else None))
+    with refused("disagree", "fix: ", "rank 0: a\nrank 2: b", error=Mismatch):
+        comm.agree("b" if comm.rank == 2 else "a")
 
 
 def test_checks_on_demand(monkeypatch):

@@ -10,8 +10,8 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator
 from bmburst.comm.transports import NODE_SWITCH, NodeGrouping, Subgroup, double_ring_groups, find_nodes
 from tests.attention.test_burst_attention import compare
-from tests.distributed.processes import run_processes
-from tests.distributed.programs import run_program
+from tests.distributed.processes import on_processes
+from tests.distributed.programs import on_program
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.refusals import refused
 
@@ -41,11 +41,8 @@ def test_over_threads(size, nodes, every):
     run_ranks(size, check_groups, nodes, every)
 
 
+@on_processes(4)
 def test_over_processes():
-    run_processes(4, _over_processes)
-
-
-def _over_processes():
     comm = communicator(None)
     check_groups(comm, 2)
     check_groups(comm, 1)
@@ -66,11 +63,8 @@ def named(comm, name):
     return CheckedCommunicator(comm.inner, comm.device)
 
 
+@on_program(4)
 def test_over_bmtrain():
-    run_program(4, _over_bmtrain)
-
-
-def _over_bmtrain():
     comm = communicator(None)
     check_groups(comm, 2)
     os.environ[NODE_SWITCH] = "ab"[comm.rank // 2]

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
+from tests.distributed.decorated import Test, on_each_rank
 from tests.distributed.forked import join_ranks, start_ranks
 from tests.distributed.pools import LARGEST, pool
 
@@ -29,6 +30,11 @@ def run_processes(
         else:
             job = pool(group).run(size, (size, url), body, args)
         join_ranks(job, body.__name__, seconds)
+
+
+def on_processes(size: int | None = None, **options: object) -> Callable[[Test], Test]:
+    """Decorate a test that every rank of a process group runs; options are those of `run_processes`."""
+    return on_each_rank(run_processes, size, **options)
 
 
 @contextlib.contextmanager

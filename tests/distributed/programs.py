@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.distributed.decorated import Test, on_each_rank
 from tests.distributed.forked import join_ranks, start_ranks
 from tests.distributed.pools import LARGEST, pool
 from tests.distributed.ports import held_port
@@ -41,6 +42,11 @@ def run_program(
         else:
             job = pool(started_again).run(size, (size, port, tensor, pipe), body, args)
         join_ranks(job, body.__name__, seconds)
+
+
+def on_program(size: int | None = None, **options: object) -> Callable[[Test], Test]:
+    """Decorate a test that every rank of a BMTrain job runs; options are those of `run_program`."""
+    return on_each_rank(run_program, size, **options)
 
 
 @contextlib.contextmanager

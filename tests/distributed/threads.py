@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,18 +39,26 @@ def run_ranks(size: int, body: Callable[..., T], *args: object) -> list[T]:
     return [future.result() for future in futures]
 
 
-def on_ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a test that every one of `size` ranks runs: its first argument is the rank's communicator."""
+def on_ranks(
+    size: int | None = None, run: Callable[..., object] = run_ranks, **options: object
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test that every one of `size` ranks runs: its first argument is the rank's communicator.
+
+    Args:
+        size: Number of ranks; None: the test's argument `size`.
+        run: Calls a function on that many ranks, with what the first argument is to be.
+        options: Options of `run`.
+    """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
-        def run(**arguments: object) -> None:
-            run_ranks(size, partial(test, **arguments))
+        def start(**arguments: Any) -> None:
+            run(arguments["size"] if size is None else size, partial(test, **arguments), **options)
 
         signature = inspect.signature(test)
         _, *given = signature.parameters.values()  # what pytest gives
-        run.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
-        return run
+        start.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
+        return start
 
     return decorate
 

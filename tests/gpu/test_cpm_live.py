@@ -8,7 +8,7 @@ import torch
 import bmburst
 from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst_ops.biased import PADDING, Tokens
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.ops.biased_oracle import draw, draw_bee
 from tests.ops.test_biased import ours
 
@@ -16,11 +16,8 @@ pytestmark = pytest.mark.gpu
 LENGTH, HEADS, HEAD_DIM = 3001, 4, 64
 
 
+@on_program(min(torch.cuda.device_count(), 4), on_gpus=True)
 def test_split_and_whole_sequences_agree():
-    run_program(min(torch.cuda.device_count(), 4), compare, on_gpus=True)
-
-
-def compare():
     """Run on every rank."""
     batch = draw_bee(0, 1, LENGTH, instances=2)
     whole = [t.cuda() for t in draw(1, 1, LENGTH, HEADS, HEAD_DIM, batch.rows, torch.bfloat16)[:5]]

@@ -8,18 +8,13 @@ import torch
 
 import bmburst
 from tests import tiny
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.refusals import refused
 
 pytestmark = pytest.mark.gpu
 TOKENS = 1001
 PLAIN = tiny.config(
-    vocab_size=512,
-    hidden_size=256,
-    intermediate_size=704,
-    num_layers=3,
-    max_position_embeddings=4096,
-    init_std=0.1,
+    vocab_size=512, hidden_size=256, intermediate_size=704, num_layers=3, max_position_embeddings=4096, init_std=0.1
 )
 SCALED = replace(PLAIN, scale_emb=3.0, scale_depth=0.8, dim_model_base=128)
 FACTORS = {
@@ -31,15 +26,8 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("size", range(1, min(torch.cuda.device_count(), 2) + 1))
+@on_program(on_gpus=True, seconds=300)
 def test_factors_are_those_on_weights(size):
-    run_program(size, _factors_are_those_on_weights, on_gpus=True, seconds=300)
-
-
-def _factor(name):
-    return next((factor for end, factor in FACTORS.items() if name.endswith(end)), 1.0)
-
-
-def _factors_are_those_on_weights():
     from bmburst.attention.module import BurstAttention
     from bmburst.blocks.model import Llama
     from bmburst.zero import gather, named_shards, scatter
@@ -71,11 +59,12 @@ def _factors_are_those_on_weights():
                 assert (found - wanted).float().norm() <= most * wanted.float().norm(), (dtype, recompute, ours.name)
 
 
+def _factor(name):
+    return next((factor for end, factor in FACTORS.items() if name.endswith(end)), 1.0)
+
+
+@on_program(1, on_gpus=True, seconds=120)
 def test_norms_by_cpm_kernels_are_refused_where_its_code_does_not_run():
-    run_program(1, _norms_by_cpm_kernels_are_refused, on_gpus=True, seconds=120)
-
-
-def _norms_by_cpm_kernels_are_refused():
     from bmburst.blocks.model import Llama
 
     major, minor = torch.cuda.get_device_capability()

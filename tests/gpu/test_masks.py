@@ -9,7 +9,7 @@ from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
 from bmburst.schedule.parallelism import STRATEGIES
 from tests.attention.oracle import draw, reference
-from tests.gpu.test_transports import GPUS, errors, run
+from tests.gpu.test_transports import GPUS, errors, on_gpus
 from tests.refusals import says
 
 pytestmark = pytest.mark.gpu
@@ -28,23 +28,17 @@ MASKS = {
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
 @pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+@on_gpus()
 def test_every_mask(size, program):
-    run(program, size, _every_mask)
-
-
-def _every_mask():
     for name, mask in MASKS.items():
         for heads, kv_heads in ((8, 8), (8, 2)):
             compare(name, mask, draw(0, 1, LENGTH, heads, kv_heads, 64, torch.bfloat16))
 
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
+@on_gpus()
 def test_whole_blocks(size):
     """Blocks that FlashAttention-4 takes where it is installed, over ranks also from recorded graphs."""
-    run("torch.distributed", size, _whole_blocks)
-
-
-def _whole_blocks():
     tokens = 2 * 4 * 256
     on = torch.rand(tokens // 128, tokens // 128, generator=torch.Generator().manual_seed(4)) < 0.4
     for causal in (True, False):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmburst.schedule.hardware import hardware_of
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.train import run_program as program
 
 pytestmark = pytest.mark.gpu
@@ -37,12 +37,9 @@ def _observed(folder):
 
 
 @pytest.mark.parametrize("size", SIZES)
+@on_program(on_gpus=True, seconds=300)
 def test_the_host_waits_for_the_device_once_a_step(size, tmp_path):
-    run_program(size, _counted, tmp_path, on_gpus=True, seconds=300)
-
-
-def _counted(folder):
-    trainer = program.trainer(folder, "run", dtype="bfloat16", batch_size=4)
+    trainer = program.trainer(tmp_path, "run", dtype="bfloat16", batch_size=4)
     for _ in range(2):
         trainer.step()
     batch = trainer.next_batch()
@@ -56,12 +53,9 @@ def _counted(folder):
     assert len(waits) == 1, waits
 
 
+@on_program(1, on_gpus=True, seconds=300)
 def test_the_peak_is_of_the_step(tmp_path):
-    run_program(1, _forgets, tmp_path, on_gpus=True, seconds=300)
-
-
-def _forgets(folder):
-    trainer = program.trainer(folder, "run", dtype="bfloat16")
+    trainer = program.trainer(tmp_path, "run", dtype="bfloat16")
     trainer.step()
     block = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     del block

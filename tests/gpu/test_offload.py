@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.train import test_offload as offload
 from tests.train import test_offload_weights as weights
 
@@ -18,8 +18,23 @@ SCALE = 8.0
 LONG = 4_000_000_000  # cycles that the GPU sleeps: seconds, where a step takes milliseconds
 
 
+@on_program(1, on_gpus=True)
 def test_equals_the_resident_one():
-    run_program(1, _equals_the_resident_one, on_gpus=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        (host, ours), (resident, wanted) = make(dtype, True), make(dtype, False)
+        exact = [torch.nn.Parameter(p.detach().double()) for p in wanted]
+        reference = torch.optim.AdamW(exact, **RATES)
+        for step in range(4):
+            give(wanted, step)
+            for p, like, whole in zip(ours, wanted, exact, strict=True):
+                p.grad, whole.grad = like.grad.clone(), like.grad.double() / SCALE
+            host.step(scale=SCALE)
+            resident.step(scale=SCALE)
+            reference.step()
+            for p, like, whole in zip(ours, wanted, exact, strict=True):
+                check(host.state[p], p, resident.state[like], like, whole)
+    check_order()
+    check_no_wait()
 
 
 @pytest.mark.parametrize("size", range(1, min(torch.cuda.device_count(), 2) + 1))
@@ -78,24 +93,6 @@ def give(parameters, seed):
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         parameter.grad = (SCALE * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype).cuda()
-
-
-def _equals_the_resident_one():
-    for dtype in (torch.float32, torch.bfloat16):
-        (host, ours), (resident, wanted) = make(dtype, True), make(dtype, False)
-        exact = [torch.nn.Parameter(p.detach().double()) for p in wanted]
-        reference = torch.optim.AdamW(exact, **RATES)
-        for step in range(4):
-            give(wanted, step)
-            for p, like, whole in zip(ours, wanted, exact, strict=True):
-                p.grad, whole.grad = like.grad.clone(), like.grad.double() / SCALE
-            host.step(scale=SCALE)
-            resident.step(scale=SCALE)
-            reference.step()
-            for p, like, whole in zip(ours, wanted, exact, strict=True):
-                check(host.state[p], p, resident.state[like], like, whole)
-    check_order()
-    check_no_wait()
 
 
 def check(state, parameter, other, like, exact):

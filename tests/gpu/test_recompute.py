@@ -17,7 +17,7 @@ from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.gated_mlp import gated_mlp
 from tests import tiny
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
@@ -36,47 +36,8 @@ SMALL = tiny.config(
 
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 2) + 1))
+@on_program(on_gpus=True, seconds=300)
 def test_every_policy_has_the_same_gradients(size):
-    run_program(size, _every_policy_has_the_same_gradients, on_gpus=True, seconds=300)
-
-
-def test_peaks_are_those_of_the_formulas():
-    run_program(1, _peaks_are_those_of_the_formulas, on_gpus=True, seconds=600)
-
-
-def make(config, dtype=torch.bfloat16, **options):
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.model import Llama
-    from bmburst.mesh import Mesh
-
-    mesh = Mesh.over_bmtrain()
-    return mesh, Llama(config, attention=partial(BurstAttention, group=mesh.sequence, **options), dtype=dtype)
-
-
-def use(model, policy, chunk=None):
-    """Let the same model train under another policy."""
-    layers = model.model.layers
-    for layer, own in zip(layers, Policy.parse(policy).of_layers(len(layers)), strict=True):
-        block = layer._module
-        block.recompute = own
-        block.mlp.chunk = partial(mlp_chunk, wanted=chunk, recomputes=block.recompute.recomputes)
-
-
-def gradients(model, shard, tokens):
-    from bmburst.zero import named_shards
-
-    ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(2)).cuda()
-    batch = shard.batch(ids)
-    for each in named_shards(model):
-        each.parameter.grad = each.storage.grad = None
-    losses = [model.loss(batch.tokens, batch.positions, batch.labels, tokens) for _ in range(2)]  # two in flight
-    (losses[0] + 2 * losses[1]).backward()
-    torch.cuda.current_stream().synchronize()
-    torch.cuda.synchronize()
-    return {s.name: s.storage.grad.clone() for s in named_shards(model)}
-
-
-def _every_policy_has_the_same_gradients():
     """Offload changes no bit of what its policy gives without; policies differ by the rounding of bf16."""
     tokens = 4001
     mesh, model = make(SMALL, kernel="torch", deterministic=True)
@@ -96,7 +57,8 @@ def _every_policy_has_the_same_gradients():
                 assert error < 2e-2, (policy, name, error.item())
 
 
-def _peaks_are_those_of_the_formulas():
+@on_program(1, on_gpus=True, seconds=600)
+def test_peaks_are_those_of_the_formulas():
     """Four layers of llama-3-8b at 64K tokens: `torch.cuda.max_memory_allocated` within 5 %, and what moves is used."""
     import bmtrain as bmt
 
@@ -144,6 +106,38 @@ def _peaks_are_those_of_the_formulas():
         if abs(error) > 0.05:
             wrong.append((policy, f"{error:+.1%}", predicted.moment))
     assert not wrong
+
+
+def make(config, dtype=torch.bfloat16, **options):
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.model import Llama
+    from bmburst.mesh import Mesh
+
+    mesh = Mesh.over_bmtrain()
+    return mesh, Llama(config, attention=partial(BurstAttention, group=mesh.sequence, **options), dtype=dtype)
+
+
+def use(model, policy, chunk=None):
+    """Let the same model train under another policy."""
+    layers = model.model.layers
+    for layer, own in zip(layers, Policy.parse(policy).of_layers(len(layers)), strict=True):
+        block = layer._module
+        block.recompute = own
+        block.mlp.chunk = partial(mlp_chunk, wanted=chunk, recomputes=block.recompute.recomputes)
+
+
+def gradients(model, shard, tokens):
+    from bmburst.zero import named_shards
+
+    ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(2)).cuda()
+    batch = shard.batch(ids)
+    for each in named_shards(model):
+        each.parameter.grad = each.storage.grad = None
+    losses = [model.loss(batch.tokens, batch.positions, batch.labels, tokens) for _ in range(2)]  # two in flight
+    (losses[0] + 2 * losses[1]).backward()
+    torch.cuda.current_stream().synchronize()
+    torch.cuda.synchronize()
+    return {s.name: s.storage.grad.clone() for s in named_shards(model)}
 
 
 class Chain:

@@ -12,7 +12,7 @@ from bmburst.comm.groups import communicator
 from bmburst.comm.streams import CALLS, RECORDINGS
 from bmburst_ops.flash import inputs as kernel_inputs
 from bmburst_ops.flash import mask_corrections
-from tests.gpu.test_transports import GPUS, run
+from tests.gpu.test_transports import GPUS, on_gpus
 
 pytestmark = pytest.mark.gpu
 MASKS = {
@@ -27,43 +27,8 @@ TOKENS = 4096
 
 @pytest.mark.parametrize("size", range(2, min(GPUS, 8) + 1))
 @pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+@on_gpus()
 def test_started_kernels_give_what_called_ones_give(size, program):
-    run(program, size, _started_kernels)
-
-
-@pytest.mark.parametrize("kv_heads", [24, 8])
-def test_documents_of_their_own_in_each_step_do_not_add_to_what_graphs_keep(kv_heads):
-    run("torch.distributed", 2, _varying_documents, kv_heads)
-
-
-@pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
-def test_memory_is_given_back_and_taken_again(program):
-    run(program, 2, _memory_given_back)
-
-
-def attend(inputs, grad, mask):
-    out = bmburst.burst_attention(*inputs, mask=mask, strategy="heads", transport="peer", deterministic=True)
-    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
-
-
-def drawn(size, kv_heads, seed, tokens=TOKENS):
-    """This rank's q, k, v and dO."""
-    gen = torch.Generator("cuda").manual_seed(seed)
-    shapes = [(1, tokens // size, heads, 128) for heads in (24, kv_heads, kv_heads, 24)]
-    q, k, v, grad = (torch.randn(shape, generator=gen, device="cuda").bfloat16() for shape in shapes)
-    return [t.requires_grad_() for t in (q, k, v)], grad
-
-
-def called(size, *which):
-    """Return the results without any recording."""
-    records, heads.records_kernels = heads.records_kernels, lambda *_: False
-    try:
-        return attend(*drawn(size, *which[1:]), MASKS[which[0]])
-    finally:
-        heads.records_kernels = records
-
-
-def _started_kernels():
     comm = communicator(None)
     size = comm.size
     tokens = TOKENS // (2 * size) * 2 * size  # the masks are for as many
@@ -103,7 +68,9 @@ def _started_kernels():
     torch.cuda.synchronize()
 
 
-def _varying_documents(kv_heads):
+@pytest.mark.parametrize("kv_heads", [24, 8])
+@on_gpus(2)
+def test_documents_of_their_own_in_each_step_do_not_add_to_what_graphs_keep(kv_heads):
     inputs, grad = drawn(2, kv_heads, 0)
     RECORDINGS.clear()
     kept = []
@@ -118,7 +85,9 @@ def _varying_documents(kv_heads):
     assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) == 0
 
 
-def _memory_given_back():
+@pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+@on_gpus(2)
+def test_memory_is_given_back_and_taken_again(program):
     """Other tests on the same GPUs may take or free memory in any round; a leak would show in every one."""
     device = torch.device("cuda", torch.cuda.current_device())
     inputs, grad = drawn(2, 8, 0, 16 * TOKENS)
@@ -136,6 +105,28 @@ def _memory_given_back():
     # an inbox of all that attention reads, and more
     assert any(before - after > inputs[0].nbytes for before, after in zip(taken, left, strict=True))
     assert any(after <= before + (64 << 20) for before, after in pairwise(left))
+
+
+def attend(inputs, grad, mask):
+    out = bmburst.burst_attention(*inputs, mask=mask, strategy="heads", transport="peer", deterministic=True)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def drawn(size, kv_heads, seed, tokens=TOKENS):
+    """This rank's q, k, v and dO."""
+    gen = torch.Generator("cuda").manual_seed(seed)
+    shapes = [(1, tokens // size, heads, 128) for heads in (24, kv_heads, kv_heads, 24)]
+    q, k, v, grad = (torch.randn(shape, generator=gen, device="cuda").bfloat16() for shape in shapes)
+    return [t.requires_grad_() for t in (q, k, v)], grad
+
+
+def called(size, *which):
+    """Return the results without any recording."""
+    records, heads.records_kernels = heads.records_kernels, lambda *_: False
+    try:
+        return attend(*drawn(size, *which[1:]), MASKS[which[0]])
+    finally:
+        heads.records_kernels = records
 
 
 def _beside_torch():

@@ -12,7 +12,7 @@ from bmburst.schedule.parallelism import STRATEGIES
 from tests.attention.oracle import draw, reference
 from tests.gpu.test_softcap import ADDED, LENGTH, SOFTCAP
 from tests.gpu.test_softcap import MASKS as CAUSAL_MASKS
-from tests.gpu.test_transports import GPUS, errors, run
+from tests.gpu.test_transports import GPUS, errors, on_gpus
 from tests.refusals import says
 
 pytestmark = pytest.mark.gpu
@@ -28,24 +28,8 @@ CASES += [("causal", (8, 8), None), ("causal", (8, 2), SOFTCAP), ("windows of do
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
 @pytest.mark.parametrize("kernel", ["auto", "triton"])
+@on_gpus()
 def test_every_strategy_over_every_transport(size, kernel):
-    run("torch.distributed", size, _every_strategy, kernel)
-
-
-def attend(group, whole, sink, mask, **options):
-    """Return the whole output and gradients; that of the sink is summed over the ranks."""
-    cut = {"layout": "zigzag", "group": group}
-    q, k, v, grad = (bmburst.shard(t.cuda().bfloat16(), **cut) for t in whole[:4])
-    inputs = [t.clone().requires_grad_() for t in (q, k, v, sink.float().cuda())]
-    options |= {"mask": mask, "length": LENGTH, "sink": inputs[3], **cut}
-    out = bmburst.burst_attention(*inputs[:3], **options)
-    *grads, of_sink = torch.autograd.grad(out, inputs, grad)
-    if group.size > 1:
-        (of_sink,) = group.all_reduce(of_sink).wait()
-    return [*(bmburst.unshard(t, length=LENGTH, **cut) for t in (out, *grads)), of_sink]
-
-
-def _every_strategy(kernel):
     comm = communicator(None)
     for name, (heads, kv_heads), softcap in CASES:
         mask = MASKS[name]
@@ -74,13 +58,23 @@ def _every_strategy(kernel):
             assert max(excess) < ADDED and of_sink < OF_SINK + bent, (*said, strategy, transport, excess, of_sink)
 
 
+def attend(group, whole, sink, mask, **options):
+    """Return the whole output and gradients; that of the sink is summed over the ranks."""
+    cut = {"layout": "zigzag", "group": group}
+    q, k, v, grad = (bmburst.shard(t.cuda().bfloat16(), **cut) for t in whole[:4])
+    inputs = [t.clone().requires_grad_() for t in (q, k, v, sink.float().cuda())]
+    options |= {"mask": mask, "length": LENGTH, "sink": inputs[3], **cut}
+    out = bmburst.burst_attention(*inputs[:3], **options)
+    *grads, of_sink = torch.autograd.grad(out, inputs, grad)
+    if group.size > 1:
+        (of_sink,) = group.all_reduce(of_sink).wait()
+    return [*(bmburst.unshard(t, length=LENGTH, **cut) for t in (out, *grads)), of_sink]
+
+
 @pytest.mark.parametrize("size", range(1, min(GPUS, 2) + 1))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_gpus()
 def test_calls_that_become_cuda_graphs(size, dtype):
-    run("torch.distributed", size, _calls_that_become_cuda_graphs, dtype)
-
-
-def _calls_that_become_cuda_graphs(dtype):
     """A graph of one sink is not taken for another, nor an old value for a new one; all calls give the same bits."""
     comm = communicator(None)
     gen = torch.Generator().manual_seed(comm.rank)

@@ -10,7 +10,7 @@ from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
 from bmburst.schedule.parallelism import STRATEGIES
 from tests.attention.oracle import draw, reference
-from tests.gpu.test_transports import GPUS, errors, run
+from tests.gpu.test_transports import GPUS, errors, on_gpus
 from tests.refusals import says
 
 pytestmark = pytest.mark.gpu
@@ -26,21 +26,8 @@ MASKS = {
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
 @pytest.mark.parametrize("kernel", ["auto", "triton"])
+@on_gpus()
 def test_every_strategy(size, kernel):
-    run("torch.distributed", size, _every_strategy, kernel)
-
-
-def attend(group, whole, mask, kernel, **options):
-    """Return the whole output and gradients."""
-    cut = {"layout": "zigzag", "group": group}
-    q, k, v, grad = (bmburst.shard(t.cuda().bfloat16(), **cut) for t in whole[:4])
-    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-    options |= {"mask": mask, "kernel": kernel, "softcap": SOFTCAP, **cut}
-    out = bmburst.burst_attention(*inputs, length=LENGTH, **options)
-    return [bmburst.unshard(t, length=LENGTH, **cut) for t in (out, *torch.autograd.grad(out, inputs, grad))]
-
-
-def _every_strategy(kernel):
     comm = communicator(None)
     for (name, mask), (heads, kv_heads) in product(MASKS.items(), ((8, 8), (8, 2))):
         whole = draw(0, 1, LENGTH, heads, kv_heads, 64, torch.bfloat16, spread=2.0)
@@ -60,12 +47,19 @@ def _every_strategy(kernel):
             assert max(excess) < ADDED, (name, heads, kv_heads, strategy, excess)
 
 
+def attend(group, whole, mask, kernel, **options):
+    """Return the whole output and gradients."""
+    cut = {"layout": "zigzag", "group": group}
+    q, k, v, grad = (bmburst.shard(t.cuda().bfloat16(), **cut) for t in whole[:4])
+    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+    options |= {"mask": mask, "kernel": kernel, "softcap": SOFTCAP, **cut}
+    out = bmburst.burst_attention(*inputs, length=LENGTH, **options)
+    return [bmburst.unshard(t, length=LENGTH, **cut) for t in (out, *torch.autograd.grad(out, inputs, grad))]
+
+
 @pytest.mark.parametrize("size", range(1, min(GPUS, 2) + 1))
+@on_gpus()
 def test_calls_that_become_cuda_graphs(size):
-    run("torch.distributed", size, _calls_that_become_cuda_graphs)
-
-
-def _calls_that_become_cuda_graphs():
     """A graph of one softcap is not taken for another, and all calls give the same bits."""
     comm = communicator(None)
     gen = torch.Generator("cuda").manual_seed(comm.rank)

@@ -12,7 +12,7 @@ from bmburst.plan.counts import CURRENT
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.gpu.test_recompute import make, use
 
 pytestmark = pytest.mark.gpu
@@ -69,11 +69,8 @@ def test_the_loss_takes_the_memory_of_its_formula():
     assert peak == pytest.approx(expected, rel=0.05)
 
 
+@on_program(1, on_gpus=True, seconds=300)
 def test_peaks_that_are_the_losses():
-    run_program(1, _peaks_that_are_the_losses, on_gpus=True, seconds=300)
-
-
-def _peaks_that_are_the_losses():
     tokens = 8192
     config = replace(PRESETS["llama-3-8b"], num_layers=2, max_position_embeddings=tokens)
     _, model = make(config)
@@ -94,11 +91,8 @@ def _peaks_that_are_the_losses():
         assert without_optimizer == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05), policy
 
 
+@on_program(1, on_gpus=True)
 def test_adamws_kernel_is_bmtrains():
-    run_program(1, _adamws_kernel_is_bmtrains, on_gpus=True)
-
-
-def _adamws_kernel_is_bmtrains():
     from bmburst.optim.adamw import KERNELS, AdamW
 
     made = {}
@@ -122,12 +116,9 @@ def _adamws_kernel_is_bmtrains():
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 700}, {"packed": True}], ids=str)
+@on_program(1, on_gpus=True, seconds=300)
 def test_kernels_are_compiled_ahead(options):
     """A block after `compile_ahead` compiles no kernel of attention, and no error hides in its thread."""
-    run_program(1, _kernels_are_compiled_ahead, options, on_gpus=True, seconds=300)
-
-
-def _kernels_are_compiled_ahead(options):
     from bmburst.attention.module import BurstAttention
     from bmburst.blocks import transformer
     from bmburst.schedule.documents import Documents

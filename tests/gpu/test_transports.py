@@ -22,6 +22,7 @@ from bmburst.schedule.parallelism import STRATEGIES
 from tests.attention.cross_oracle import problem
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import verbs
+from tests.distributed.decorated import on_each_rank
 from tests.distributed.programs import run_program
 from tests.gpu.test_gpus import check_streams, run_nccl
 from tests.refusals import refused, says
@@ -43,13 +44,15 @@ def run(program, size, body, *args):
         run_nccl(size, body, *args)
 
 
+def on_gpus(size=None):
+    """Decorate a test that every rank runs, each on a GPU: as its argument `program` says, or by torch.distributed."""
+    return on_each_rank(lambda ranks, body: run(body.arguments.get("program", "torch.distributed"), ranks, body), size)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+@on_gpus()
 def test_the_memory_of_peers(size, program):
-    run(program, size, _the_memory_of_peers)
-
-
-def _the_memory_of_peers():
     comm = over_transport(communicator(None), "peer")
     assert comm.transport == "peer"
     assert over_transport(communicator(None), "auto") is comm
@@ -85,11 +88,8 @@ def check_refusals():
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 8) + 1))
 @pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+@on_gpus()
 def test_every_strategy_over_every_transport(size, program):
-    run(program, size, _every_strategy)
-
-
-def _every_strategy():
     comm = communicator(None)
     length = 701
     for heads, kv_heads, mask in ((8, 8, "causal"), (8, 2, "causal"), (16, 4, "full")):
@@ -130,11 +130,8 @@ def errors(got, exact):
 
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
+@on_gpus()
 def test_keys_of_another_sequence(size):
-    run("torch.distributed", size, _keys_of_another_sequence)
-
-
-def _keys_of_another_sequence():
     comm = communicator(None)
     queries, keys = 701, 1403
     paired = bmburst.Documents((301, 1, 399), True, (700, 3, 700))
@@ -167,11 +164,8 @@ def _keys_of_another_sequence():
 
 
 @pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+@on_gpus(min(GPUS, 4))
 def test_calls_in_flight(program):
-    run(program, min(GPUS, 4), _calls_in_flight)
-
-
-def _calls_in_flight():
     """Two models, two microbatches under way, other streams, recomputation, a compiled caller: as one by one."""
     comm = communicator(None)
     gen = torch.Generator("cuda").manual_seed(comm.rank)
@@ -216,11 +210,8 @@ def compare(found, expected):
 
 
 @pytest.mark.parametrize("size", SIZES[:1])
+@on_gpus()
 def test_nothing_that_came_home_is_filled_over(size):
-    run("torch.distributed", size, _nothing_is_filled_over)
-
-
-def _nothing_is_filled_over():
     """torch's deterministic algorithms fill new memory with NaN on the stream of whoever asked for it, here late."""
     q, k, v, grad = (torch.randn(1, 8192, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     inputs = [t.requires_grad_() for t in (q, k, v)]

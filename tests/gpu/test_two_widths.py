@@ -11,7 +11,7 @@ from bmburst.errors import UserError
 from bmburst.schedule.parallelism import STRATEGIES
 from bmburst_ops.flash.inputs import LATENT_WIDTHS
 from tests.attention.oracle import draw, reference
-from tests.gpu.test_transports import GPUS, errors, run
+from tests.gpu.test_transports import GPUS, errors, on_gpus
 from tests.refusals import says
 
 pytestmark = pytest.mark.gpu
@@ -32,20 +32,8 @@ def test_these_are_the_widths_that_packages_take():
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kernel", ["auto", "cudnn", "torch", "triton"])
+@on_gpus()
 def test_every_strategy_over_every_transport(size, kernel):
-    run("torch.distributed", size, _every_strategy, kernel)
-
-
-def attend(group, whole, mask, **options):
-    """Return the whole output and gradients."""
-    cut = {"layout": "zigzag", "group": group}
-    q, k, v, grad = (bmburst.shard(t.cuda().bfloat16(), **cut) for t in whole[:4])
-    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = bmburst.burst_attention(*inputs, mask=mask, length=LENGTH, **options, **cut)
-    return [bmburst.unshard(t, length=LENGTH, **cut) for t in (out, *torch.autograd.grad(out, inputs, grad))]
-
-
-def _every_strategy(kernel):
     comm, done = communicator(None), set()
     for widths, heads, name in CASES:
         head_dim, value_dim = widths
@@ -78,12 +66,18 @@ def _every_strategy(kernel):
     assert {(widths, "causal") for widths, *_ in CASES} <= done
 
 
+def attend(group, whole, mask, **options):
+    """Return the whole output and gradients."""
+    cut = {"layout": "zigzag", "group": group}
+    q, k, v, grad = (bmburst.shard(t.cuda().bfloat16(), **cut) for t in whole[:4])
+    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = bmburst.burst_attention(*inputs, mask=mask, length=LENGTH, **options, **cut)
+    return [bmburst.unshard(t, length=LENGTH, **cut) for t in (out, *torch.autograd.grad(out, inputs, grad))]
+
+
 @pytest.mark.parametrize("size", range(1, min(GPUS, 2) + 1))
+@on_gpus()
 def test_calls_that_become_cuda_graphs(size):
-    run("torch.distributed", size, _calls_that_become_cuda_graphs)
-
-
-def _calls_that_become_cuda_graphs():
     """A graph of one width is not taken for another, and all calls give the same bits."""
     comm = communicator(None)
     gen = torch.Generator("cuda").manual_seed(comm.rank)

@@ -85,10 +85,7 @@ except UserError as error:
 @pytest.mark.parametrize(
     ("prepare", "said"),
     [
-        (
-            "torch.cuda.is_available = lambda: True",
-            "CUDA | CUDA_VISIBLE_DEVICES=",
-        ),
+        ("torch.cuda.is_available = lambda: True", "CUDA | CUDA_VISIBLE_DEVICES="),
         ("sys.modules['bmtrain'] = sys", "imported already | CUDA | bmburst.launch.start.start()"),
         (
             "import os; sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p, 'bmtrain'))]",

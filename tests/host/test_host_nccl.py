@@ -15,6 +15,7 @@ from torch import Tensor
 from bmburst.host.cuda import Stream, Streams
 from bmburst.host.gloo import HostRuntimeError
 from bmburst.host.nccl import DTYPES, OPERATORS, Nccl, Rendezvous
+from tests.distributed.threads import on_ranks
 
 NUMBER = {dtype: number for number, dtype in DTYPES.items()}
 SECONDS = 30  # after which a lost message fails a test
@@ -82,35 +83,31 @@ def empty(count: int = 13) -> Tensor:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("order", ["send first", "group: send first", "group: receive first"])
-def test_ring(size: int, order: str) -> None:
-    def body(me: Rank) -> None:
-        for step in range(3):
-            outgoing, incoming = message(step, me.rank), empty()
-            calls = [lambda out=outgoing: me.send(out, me.next), lambda into=incoming: me.recv(into, me.previous)]
-            if order == "group: receive first":
-                calls.reverse()
-            if order != "send first":
-                me.nccl.ncclGroupStart()
-            for call in calls:
-                call()
-            if order != "send first":
-                me.nccl.ncclGroupEnd()
-            assert torch.equal(incoming, message(step, me.previous))
-
-    run(size, body)
+@on_ranks(run=run)
+def test_ring(me: Rank, size: int, order: str) -> None:
+    for step in range(3):
+        outgoing, incoming = message(step, me.rank), empty()
+        calls = [lambda out=outgoing: me.send(out, me.next), lambda into=incoming: me.recv(into, me.previous)]
+        if order == "group: receive first":
+            calls.reverse()
+        if order != "send first":
+            me.nccl.ncclGroupStart()
+        for call in calls:
+            call()
+        if order != "send first":
+            me.nccl.ncclGroupEnd()
+        assert torch.equal(incoming, message(step, me.previous))
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_large_messages_in_both_directions_before_any_receive(size: int) -> None:
-    def body(me: Rank) -> None:
-        for peer in {me.next, me.previous}:
-            me.send(message(me.rank, peer, count=LARGE), peer)
-        for peer in {me.next, me.previous}:
-            incoming = empty(LARGE)
-            me.recv(incoming, peer)
-            assert torch.equal(incoming, message(peer, me.rank, count=LARGE))
-
-    run(size, body)
+@on_ranks(run=run)
+def test_large_messages_in_both_directions_before_any_receive(me: Rank, size: int) -> None:
+    for peer in {me.next, me.previous}:
+        me.send(message(me.rank, peer, count=LARGE), peer)
+    for peer in {me.next, me.previous}:
+        incoming = empty(LARGE)
+        me.recv(incoming, peer)
+        assert torch.equal(incoming, message(peer, me.rank, count=LARGE))
 
 
 @pytest.mark.parametrize("count", [13, LARGE])
@@ -169,43 +166,39 @@ def test_receive_on_a_side_stream_waits_for_nobody(how: str) -> None:
     run(2, body)
 
 
-def test_an_event_waits_only_for_what_came_before_it() -> None:
-    def body(me: Rank) -> None:
-        if me.rank == 0:
-            me.send(message(1), 1)
-            got = empty()
-            me.recv(got, 1)  # the second message leaves only once the first was waited for
-            me.send(message(2), 1)
-            return
-        side, first, second = me.streams.Stream(), empty(), empty()
-        with me.streams.use(side):
-            me.recv(first, 0)
-            event = side.record_event()
-            me.recv(second, 0)
-        event.synchronize()
-        assert torch.equal(first, message(1))
-        me.send(first, 0)
-        side.synchronize()
-        assert torch.equal(second, message(2))
-
-    run(2, body)
+@on_ranks(2, run=run)
+def test_an_event_waits_only_for_what_came_before_it(me: Rank) -> None:
+    if me.rank == 0:
+        me.send(message(1), 1)
+        got = empty()
+        me.recv(got, 1)  # the second message leaves only once the first was waited for
+        me.send(message(2), 1)
+        return
+    side, first, second = me.streams.Stream(), empty(), empty()
+    with me.streams.use(side):
+        me.recv(first, 0)
+        event = side.record_event()
+        me.recv(second, 0)
+    event.synchronize()
+    assert torch.equal(first, message(1))
+    me.send(first, 0)
+    side.synchronize()
+    assert torch.equal(second, message(2))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_what_arrives_on_a_stream_can_be_sent_on_without_waiting(size: int) -> None:
-    def body(me: Rank) -> None:
-        side, held = me.streams.Stream(), [message(me.rank), *(empty() for _ in range(size - 1))]
-        with me.streams.use(side):
-            for here, there in itertools.pairwise(held):
-                me.nccl.ncclGroupStart()
-                me.send(here, me.next)
-                me.recv(there, me.previous)
-                me.nccl.ncclGroupEnd()
-        me.streams.default.wait_stream(side)
-        for hops, data in enumerate(held):
-            assert torch.equal(data, message((me.rank - hops) % size))
-
-    run(size, body)
+@on_ranks(run=run)
+def test_what_arrives_on_a_stream_can_be_sent_on_without_waiting(me: Rank, size: int) -> None:
+    side, held = me.streams.Stream(), [message(me.rank), *(empty() for _ in range(size - 1))]
+    with me.streams.use(side):
+        for here, there in itertools.pairwise(held):
+            me.nccl.ncclGroupStart()
+            me.send(here, me.next)
+            me.recv(there, me.previous)
+            me.nccl.ncclGroupEnd()
+    me.streams.default.wait_stream(side)
+    for hops, data in enumerate(held):
+        assert torch.equal(data, message((me.rank - hops) % size))
 
 
 def test_recorded_memory_lives_until_the_message_has_arrived() -> None:
@@ -237,54 +230,47 @@ def test_recorded_memory_lives_until_the_message_has_arrived() -> None:
     assert alive() is None
 
 
-def test_two_communicators_in_flight_do_not_mix() -> None:
-    def body(me: Rank) -> None:
-        peer = 1 - me.rank
-        for step in range(5):
-            for comm in (0, 1):
-                me.send(message(step, me.rank, comm), peer, comm)
-        for step in range(5):
-            for comm in (1, 0):
-                incoming = empty()
-                me.recv(incoming, peer, comm)
-                assert torch.equal(incoming, message(step, peer, comm))
-
-    run(2, body, communicators=2)
+@on_ranks(2, run=run, communicators=2)
+def test_two_communicators_in_flight_do_not_mix(me: Rank) -> None:
+    peer = 1 - me.rank
+    for step in range(5):
+        for comm in (0, 1):
+            me.send(message(step, me.rank, comm), peer, comm)
+    for step in range(5):
+        for comm in (1, 0):
+            incoming = empty()
+            me.recv(incoming, peer, comm)
+            assert torch.equal(incoming, message(step, peer, comm))
 
 
-def test_messages_of_different_sizes_and_dtypes_keep_their_order() -> None:
+@on_ranks(2, run=run)
+def test_messages_of_different_sizes_and_dtypes_keep_their_order(me: Rank) -> None:
     sent = [
         torch.arange(n).to(d)
         for n, d in [(1, torch.int64), (40_001, torch.bfloat16), (3, torch.uint8), (7, torch.float64)]
     ]
-
-    def body(me: Rank) -> None:
-        if me.rank == 0:
-            for data in sent:
-                me.send(data, 1)
-        else:
-            me.send(torch.empty(0), 0)  # nothing moves, and nothing waits for it
-            for data in sent:
-                incoming = torch.zeros_like(data)
-                me.recv(incoming, 0)
-                assert torch.equal(incoming, data)
-
-    run(2, body)
+    if me.rank == 0:
+        for data in sent:
+            me.send(data, 1)
+    else:
+        me.send(torch.empty(0), 0)  # nothing moves, and nothing waits for it
+        for data in sent:
+            incoming = torch.zeros_like(data)
+            me.recv(incoming, 0)
+            assert torch.equal(incoming, data)
 
 
-def test_a_group_launches_both_communicators_whatever_their_order() -> None:
-    def body(me: Rank) -> None:
-        data = [torch.full((3,), float(10**comm * (me.rank + 1))) for comm in (0, 1)]
+@on_ranks(2, run=run, communicators=2)
+def test_a_group_launches_both_communicators_whatever_their_order(me: Rank) -> None:
+    data = [torch.full((3,), float(10**comm * (me.rank + 1))) for comm in (0, 1)]
+    me.nccl.ncclGroupStart()
+    for comm in (0, 1) if me.rank else (1, 0):
         me.nccl.ncclGroupStart()
-        for comm in (0, 1) if me.rank else (1, 0):
-            me.nccl.ncclGroupStart()
-            me.all_reduce(data[comm], data[comm], "sum", comm)
-            me.nccl.ncclGroupEnd()
-            assert float(data[comm][0]) == 10**comm * (me.rank + 1), "launched before the outermost group ended"
+        me.all_reduce(data[comm], data[comm], "sum", comm)
         me.nccl.ncclGroupEnd()
-        assert [float(t[0]) for t in data] == [3.0, 30.0]
-
-    run(2, body, communicators=2)
+        assert float(data[comm][0]) == 10**comm * (me.rank + 1), "launched before the outermost group ended"
+    me.nccl.ncclGroupEnd()
+    assert [float(t[0]) for t in data] == [3.0, 30.0]
 
 
 def test_a_message_that_never_comes_is_one_clear_line_in_time() -> None:
@@ -303,36 +289,32 @@ def test_a_message_that_never_comes_is_one_clear_line_in_time() -> None:
     assert text == "rank 1 of 2: receive from rank 0: Timed out waiting 1500ms for recv operation to complete"
 
 
-def test_mistakes_are_errors() -> None:
-    def body(me: Rank) -> None:
-        with pytest.raises(RuntimeError, match="rank 2 is not one of this communicator's 2"):
-            me.send(empty(), 2)
-        with pytest.raises(RuntimeError, match="ncclGroupEnd without"):
-            me.nccl.ncclGroupEnd()
-        with pytest.raises(RuntimeError, match="data type 3"):
-            me.nccl.ncclSend(0, 1, 3, 0, me.comms[0], me.stream)
-        with pytest.raises(RuntimeError, match="operator 5"):
-            me.nccl.ncclAllReduce(0, 0, 0, 7, 5, me.comms[0], me.stream)
-        with pytest.raises(HostRuntimeError, match="nothing was sent"):
-            me.recv(empty(), me.rank)
-        assert me.nccl.ncclCommCount(me.comms[0]) == 2
-        assert me.nccl.ncclCommUserRank(me.comms[0]) == me.rank
+@on_ranks(2, run=run)
+def test_mistakes_are_errors(me: Rank) -> None:
+    with pytest.raises(RuntimeError, match="rank 2 is not one of this communicator's 2"):
+        me.send(empty(), 2)
+    with pytest.raises(RuntimeError, match="ncclGroupEnd without"):
+        me.nccl.ncclGroupEnd()
+    with pytest.raises(RuntimeError, match="data type 3"):
+        me.nccl.ncclSend(0, 1, 3, 0, me.comms[0], me.stream)
+    with pytest.raises(RuntimeError, match="operator 5"):
+        me.nccl.ncclAllReduce(0, 0, 0, 7, 5, me.comms[0], me.stream)
+    with pytest.raises(HostRuntimeError, match="nothing was sent"):
+        me.recv(empty(), me.rank)
+    assert me.nccl.ncclCommCount(me.comms[0]) == 2
+    assert me.nccl.ncclCommUserRank(me.comms[0]) == me.rank
+    me.nccl.ncclCommDestroy(me.comms[0])
+    with pytest.raises(RuntimeError, match="not an open communicator"):
+        me.nccl.ncclCommCount(me.comms[0])
+
+
+@on_ranks(2, run=run)
+def test_a_destroyed_communicator_delivers_what_was_sent(me: Rank) -> None:
+    if me.rank == 0:
+        me.send(message(3, count=LARGE), 1)
         me.nccl.ncclCommDestroy(me.comms[0])
-        with pytest.raises(RuntimeError, match="not an open communicator"):
-            me.nccl.ncclCommCount(me.comms[0])
-
-    run(2, body)
-
-
-def test_a_destroyed_communicator_delivers_what_was_sent() -> None:
-    def body(me: Rank) -> None:
-        if me.rank == 0:
-            me.send(message(3, count=LARGE), 1)
-            me.nccl.ncclCommDestroy(me.comms[0])
-        else:
-            time.sleep(0.2)
-            incoming = empty(LARGE)
-            me.recv(incoming, 0)
-            assert torch.equal(incoming, message(3, count=LARGE))
-
-    run(2, body)
+    else:
+        time.sleep(0.2)
+        incoming = empty(LARGE)
+        me.recv(incoming, 0)
+        assert torch.equal(incoming, message(3, count=LARGE))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bmburst
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.integrations.cpm_live_program import DIM_HEAD, HEADS, WIDTH, ant_data, bee_data, make_layer
 from tests.ops.biased_oracle import draw_ant, draw_bee
 from tests.refusals import refusal_of, refused, says
@@ -183,7 +183,8 @@ def test_refuses_with_what_is_allowed(size, body):
     run_program(size, body)
 
 
-def of_different_batches():
+@on_program(2)
+def test_ranks_with_different_batches_are_told_on_every_rank():
     from bmburst.integrations import cpm_live
 
     mesh = bmburst.Mesh.over_bmtrain()
@@ -209,7 +210,3 @@ def of_different_batches():
             split.bee(BEE)
     split.bee(BEE | {"inputs": BEE["inputs"] + rank})  # compared no longer
     mesh.sequence.always = mesh.sequence.active = True
-
-
-def test_ranks_with_different_batches_are_told_on_every_rank():
-    run_program(2, of_different_batches)

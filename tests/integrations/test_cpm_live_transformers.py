@@ -8,7 +8,7 @@ from transformers.models.cpmant.modeling_cpmant import CpmAntAttention, CpmAntMo
 from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import PADDING, Tokens, ant_bias, ant_relations, ant_tokens
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks
 
 HEADS, DIM_HEAD, PROMPTS, LENGTH = 2, 8, 4, 33
 CONFIG = CpmAntConfig(
@@ -50,25 +50,22 @@ def whole():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_equals_cpm_ant_of_transformers(whole, size, layout):
+@on_ranks()
+def test_equals_cpm_ant_of_transformers(comm, whole, size, layout):
     formula = ant_bias(num_buckets=12, num_segments=3, max_distance=16, bidirectional=True)
     tokens, layer, table, x, grad, out, wanted = whole
-
-    def body(comm):
-        cut = SequenceShard.cut(LENGTH, layout=layout, size=size, rank=comm.rank)
-        mine = Tokens.unpacked(cut.take(tokens.packed(), dim=2, pad_value=PADDING))
-        relations = ant_relations(3, torch.device("cpu"))
-        sequence = BiasedSequence(formula=formula, relations=relations, tokens=mine, group=comm)
-        learned = [p.detach().clone().requires_grad_() for p in (table, *layer.parameters())]
-        local = cut.take(x).requires_grad_()
-        q, k, v = (torch.nn.functional.linear(local, w).unflatten(-1, (HEADS, DIM_HEAD)) for w in learned[1:4])
-        mixed, _ = biased_attention(q, k, v, learned[0], sequence)
-        ours = torch.nn.functional.linear(mixed.flatten(2), learned[4])
-        torch.testing.assert_close(ours, cut.take(out), rtol=1e-9, atol=1e-10)
-        gradients = torch.autograd.grad(ours, (local, *learned), cut.take(grad))
-        torch.testing.assert_close(gradients[0], cut.take(wanted[0]), rtol=1e-9, atol=1e-10)
-        for share, expected in zip(gradients[1:], wanted[1:], strict=True):
-            (total,) = comm.all_reduce(share).wait()
-            torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-10)
-
-    run_ranks(size, body)
+    cut = SequenceShard.cut(LENGTH, layout=layout, size=size, rank=comm.rank)
+    mine = Tokens.unpacked(cut.take(tokens.packed(), dim=2, pad_value=PADDING))
+    relations = ant_relations(3, torch.device("cpu"))
+    sequence = BiasedSequence(formula=formula, relations=relations, tokens=mine, group=comm)
+    learned = [p.detach().clone().requires_grad_() for p in (table, *layer.parameters())]
+    local = cut.take(x).requires_grad_()
+    q, k, v = (torch.nn.functional.linear(local, w).unflatten(-1, (HEADS, DIM_HEAD)) for w in learned[1:4])
+    mixed, _ = biased_attention(q, k, v, learned[0], sequence)
+    ours = torch.nn.functional.linear(mixed.flatten(2), learned[4])
+    torch.testing.assert_close(ours, cut.take(out), rtol=1e-9, atol=1e-10)
+    gradients = torch.autograd.grad(ours, (local, *learned), cut.take(grad))
+    torch.testing.assert_close(gradients[0], cut.take(wanted[0]), rtol=1e-9, atol=1e-10)
+    for share, expected in zip(gradients[1:], wanted[1:], strict=True):
+        (total,) = comm.all_reduce(share).wait()
+        torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-10)

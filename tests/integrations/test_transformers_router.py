@@ -10,7 +10,7 @@ from bmburst import Mesh
 from bmburst.integrations.transformers import SplitSequences, recompute, register
 from bmburst.sequence.packed_tree import pack_tree
 from tests import tiny
-from tests.distributed.processes import run_processes
+from tests.distributed.processes import on_processes
 from tests.refusals import refused
 
 FAMILIES = ("mixtral", "qwen3_moe")
@@ -60,7 +60,9 @@ def expected(model, ids, documents):
     return torch.cat(losses).mean(), load_balancing_loss(layers, model.num_experts, model.num_experts_per_tok)
 
 
-def _run(size):
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_processes()
+def test_equals_one_rank(size):
     register()
     split = SplitSequences(Mesh.over_process_group())
     for family in FAMILIES:
@@ -90,8 +92,3 @@ def _run(size):
     ours.zero_grad()
     loss.backward()
     assert all(parameter.grad is not None for name, parameter in ours.named_parameters() if "gate" in name)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_equals_one_rank(size):
-    run_processes(size, _run, size)

@@ -16,7 +16,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.integrations.transformers import SplitSequences, register
 from bmburst_ops import IGNORE_INDEX
 from tests import tiny
-from tests.distributed.threads import mesh_of, run_ranks
+from tests.distributed.threads import mesh_of, on_ranks, run_ranks
 from tests.refusals import refused
 
 PROMPTS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1]
@@ -197,16 +197,13 @@ def test_fields_of_a_tree_that_do_not_fit_are_refused() -> None:
         _tree(counted=())
 
 
-def test_trees_that_differ_between_ranks_are_refused_on_every_rank() -> None:
+@on_ranks(2)
+def test_trees_that_differ_between_ranks_are_refused_on_every_rank(world: CheckedCommunicator) -> None:
     others = [[*reversed(ROWS)], [[*ROWS[0][:-1], 7], *ROWS[1:]]]
-
-    def body(world: CheckedCommunicator) -> None:
-        for rows in others:
-            packed = pack_tree(rows if world.rank else ROWS, least_saved=1)
-            with refused("tree | rank 1"):
-                SplitSequences(mesh_of(world)).part(tree=packed)
-
-    run_ranks(2, body)
+    for rows in others:
+        packed = pack_tree(rows if world.rank else ROWS, least_saved=1)
+        with refused("tree | rank 1"):
+            SplitSequences(mesh_of(world)).part(tree=packed)
 
 
 def test_noise_of_whole_rows_is_refused_on_a_tree() -> None:

@@ -10,15 +10,7 @@ SLOW = 0.05  # decay of a token: a fast one hides a lost state
 
 @dataclass
 class Problem:
-    """Inputs of a layer on a whole sequence.
-
-    Attributes:
-        kind: The layer.
-        tokens: Inputs `[batch, length, ...]` by name.
-        shared: Inputs without tokens, by name.
-        state: The state before the first token.
-        options: Further arguments.
-    """
+    """Inputs of a layer on a whole sequence: those with tokens `[batch, length, ...]`, and the state before them."""
 
     kind: str
     tokens: dict

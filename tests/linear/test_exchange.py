@@ -8,7 +8,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.linear import check
 from bmburst.recompute import checkpoint
 from bmburst.schedule.cost import LinearCost
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import on_ranks, run_ranks
 from tests.linear.oracle import problem
 from tests.linear.split import FUNCTIONS
 from tests.refusals import refused
@@ -63,48 +63,41 @@ def test_bytes_do_not_depend_on_the_number_of_tokens(monkeypatch, hops):
     run_ranks(2, body)
 
 
-def test_documents_that_end_with_the_runs_exchange_nothing():
-    def body(comm):
-        group, counting = counted(comm)
-        mask = bmburst.Documents((5, 5))
-        for kind in ("gated_delta", "conv"):
-            FUNCTIONS[kind](**inputs(kind, 5), group=group, mask=mask, layout="contiguous").sum().backward()
-        assert counting.calls == 0
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_documents_that_end_with_the_runs_exchange_nothing(comm):
+    group, counting = counted(comm)
+    mask = bmburst.Documents((5, 5))
+    for kind in ("gated_delta", "conv"):
+        FUNCTIONS[kind](**inputs(kind, 5), group=group, mask=mask, layout="contiguous").sum().backward()
+    assert counting.calls == 0
 
 
-def test_a_recompute_exchanges_nothing():
+@on_ranks(2)
+def test_a_recompute_exchanges_nothing(comm):
     """It takes what forward kept; policy "block" and a checkpoint of torch exchange again."""
+    found = {}
+    for policy in ("none", "block", "block-keep-attention", "block-keep-attention:0.5"):
+        group, counting = counted(comm)
+        given = {kind: inputs(kind, 6) for kind in FUNCTIONS}
 
-    def body(comm):
-        found = {}
-        for policy in ("none", "block", "block-keep-attention", "block-keep-attention:0.5"):
-            group, counting = counted(comm)
-            given = {kind: inputs(kind, 6) for kind in FUNCTIONS}
+        def layers(given=given, group=group):
+            return sum(FUNCTIONS[kind](**each, group=group).square().sum() for kind, each in given.items())
 
-            def layers(given=given, group=group):
-                return sum(FUNCTIONS[kind](**each, group=group).square().sum() for kind, each in given.items())
-
-            checkpoint(policy, layers).backward()
-            grads = [t.grad for each in given.values() for t in each.values() if isinstance(t, torch.Tensor)]
-            found[policy] = counting.calls, grads
-        assert [calls for calls, _ in found.values()] == [12, 18, 12, 12]
-        for _, grads in found.values():
-            torch.testing.assert_close(grads, found["none"][1], rtol=1e-12, atol=1e-12)
-
-    run_ranks(2, body)
+        checkpoint(policy, layers).backward()
+        grads = [t.grad for each in given.values() for t in each.values() if isinstance(t, torch.Tensor)]
+        found[policy] = counting.calls, grads
+    assert [calls for calls, _ in found.values()] == [12, 18, 12, 12]
+    for _, grads in found.values():
+        torch.testing.assert_close(grads, found["none"][1], rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_that_disagree():
-    def body(comm):
-        given = inputs("decay", 4)
-        with refused("disagree | scale"):
-            bmburst.burst_linear_attention(**given, kind="decay", scale=1.0 + comm.rank, group=comm)
-        # A backward on one rank alone would wait for the other.
-        frozen = {name: t.detach() for name, t in given.items()}
-        state = torch.zeros(1, 4, 4, 3, dtype=torch.float64, requires_grad=comm.rank == 1)
-        with refused("disagree | without gradient | with gradient"):
-            bmburst.burst_linear_attention(**frozen, kind="decay", initial_state=state, group=comm)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_ranks_that_disagree(comm):
+    given = inputs("decay", 4)
+    with refused("disagree | scale"):
+        bmburst.burst_linear_attention(**given, kind="decay", scale=1.0 + comm.rank, group=comm)
+    # A backward on one rank alone would wait for the other.
+    frozen = {name: t.detach() for name, t in given.items()}
+    state = torch.zeros(1, 4, 4, 3, dtype=torch.float64, requires_grad=comm.rank == 1)
+    with refused("disagree | without gradient | with gradient"):
+        bmburst.burst_linear_attention(**frozen, kind="decay", initial_state=state, group=comm)

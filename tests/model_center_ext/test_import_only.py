@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import bmburst
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.refusals import refused
 
 IMPORT = "from model_center.model import Llama, LlamaConfig"
@@ -62,11 +62,8 @@ def _train(folder: Path) -> None:
     torch.save(found, folder / f"losses-{bmt.rank()}.pt")
 
 
+@on_program(2, fresh=True)
 def test_with_a_mesh_every_rank_is_told_of_what_is_no_part_of_one_batch() -> None:
-    run_program(2, _told, fresh=True)
-
-
-def _told() -> None:
     import bmtrain as bmt
 
     from model_center_ext import Llama, LlamaConfig

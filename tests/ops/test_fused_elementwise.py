@@ -122,10 +122,7 @@ def test_activation(triton, shape, layout, dtype, overwrite):
 )
 def test_rotary(triton, shape, layout, dtype):
     angle = 3 * random((shape[0], shape[-1] // 2, shape[1]), torch.float32, 9).transpose(1, 2)
-    cos, sin = (
-        1.25 * angle.cos(),
-        1.25 * angle.sin(),
-    )  # a common factor, as yarn's; tokens last
+    cos, sin = (1.25 * angle.cos(), 1.25 * angle.sin())  # a common factor, as yarn's; tokens last
 
     def turn(x):
         wide = torch.promote_types(x.dtype, torch.float32)

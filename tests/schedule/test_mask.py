@@ -237,10 +237,7 @@ REFUSED = [
     (lambda: PrefixLM([1, 4], [2, 3]), "prefix | document 1 | 4 tokens | 0 to 3 | fix: "),
     (lambda: PrefixLM([], []), "lengths | documents | empty | at least one | fix: "),
     (lambda: BlockSparse([[1, 0]], 4), "block_map | [blocks, blocks] | [1, 2] | fix: "),
-    (
-        lambda: BlockSparse([[0.0, -math.inf], [0.0, 0.0]], 4),
-        "block_map | neither true nor false | float64 | fix: ",
-    ),
+    (lambda: BlockSparse([[0.0, -math.inf], [0.0, 0.0]], 4), "block_map | neither true nor false | float64 | fix: "),
     (lambda: BlockSparse([[math.nan]], 4), "block_map | neither true nor false"),
     (lambda: BlockSparse([["a"]], 4), "block_map | neither true nor false"),
     (lambda: BlockSparse([], 4), "block_map | [blocks, blocks] | [0]"),

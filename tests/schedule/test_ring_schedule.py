@@ -20,11 +20,7 @@ from bmburst.schedule.layout import (
     real_positions,
 )
 from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
-from bmburst.schedule.ring_schedule import (
-    distances,
-    have_visible_pair,
-    make_schedule,
-)
+from bmburst.schedule.ring_schedule import distances, have_visible_pair, make_schedule
 from bmburst.schedule.tiles import Span
 from bmburst.schedule.units import HeadShapes, backward_bytes, choose_ring_tensors
 from bmburst_ops.pattern import CAUSAL, Segments
@@ -106,10 +102,8 @@ class Lopsided(Layout):
 
     def runs(self, rank):
         half = self.tokens // 2
-        return [
-            (Run(0, 0, 2, self.tokens),),
-            (Run(0, 1, 2, half), Run(half, 1 + 2 * half, 2, self.tokens - half)),
-        ][rank]
+        second = (Run(0, 1, 2, half), Run(half, 1 + 2 * half, 2, self.tokens - half))
+        return second if rank else (Run(0, 0, 2, self.tokens),)
 
 
 @pytest.mark.parametrize("length", range(2, 15))

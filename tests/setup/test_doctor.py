@@ -16,16 +16,7 @@ import torch
 from bmburst.cli.machine import run_doctor
 from bmburst.setup import doctor
 from bmburst.setup.bmtrain import MachineCode, read_machine_code
-from bmburst.setup.doctor import (
-    Check,
-    Finding,
-    bmtrain,
-    can_train,
-    examine,
-    system,
-    to_json,
-    to_text,
-)
+from bmburst.setup.doctor import Check, Finding, bmtrain, can_train, examine, system, to_json, to_text
 from bmburst.setup.kernel_caches import folders, kernel_caches
 from tests.distributed.started import run_bmburst
 from tests.ops.another_machine import AnotherMachine

@@ -22,7 +22,7 @@ from bmburst.checkpoint.staging import Staging
 from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.train.config import OptimizerConfig, ParallelConfig
 from tests import tiny
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
 from tests.refusals import refused, says
 from tests.train import run_program as program
@@ -53,11 +53,7 @@ def contents(folder):
 
 @pytest.mark.parametrize(
     ("ranks", "tensor", "cases"),
-    [
-        (1, 1, ["fp32"]),
-        (2, 1, ["lora", "weights"]),
-        *long((2, 1, ["fp32", "bf16", "offload"]), (2, 2, ["weights"])),
-    ],
+    [(1, 1, ["fp32"]), (2, 1, ["lora", "weights"]), *long((2, 1, ["fp32", "bf16", "offload"]), (2, 2, ["weights"]))],
 )
 def test_a_checkpoint_holds_the_step_at_which_it_was_begun(tmp_path, ranks, tensor, cases):
     tiny.save(tmp_path / "base", SHAPE)
@@ -121,11 +117,8 @@ def _holds_its_step(folder, tensor, cases):
         on_every_rank(lambda: None)
 
 
+@on_program(2)
 def test_an_error_of_the_thread_ends_the_on_every_rank(tmp_path):
-    run_program(2, _errors, tmp_path)
-
-
-def _errors(folder):
     put = SafetensorsWriter._put
     # Steps 2, 4 and 6 are saved. An error is raised at a following step, or else at the end.
     for failing, number, left in (
@@ -133,7 +126,7 @@ def _errors(folder):
         (4, errno.EACCES, ["step-000002"]),
         (6, errno.EFBIG, ["step-000002", "step-000004"]),
     ):
-        ours = trainer(folder, f"{failing}", keep_checkpoints=3)
+        ours = trainer(tmp_path, f"{failing}", keep_checkpoints=3)
 
         def full(file, data, ours=ours, number=number, failing=failing):
             if f"step-{failing:06d}" in str(file._path) and ours.is_main:
@@ -151,7 +144,7 @@ def _errors(folder):
         assert sorted(path.name for path in (ours.folder / "checkpoints").iterdir()) == left
         on_every_rank(lambda: None)
     # An error of another kind is of one rank alone, and is raised there.
-    ours = trainer(folder, "odd")
+    ours = trainer(tmp_path, "odd")
     ours.step()
     assert beside_training(ours) == ""
     with patch.object(Staging, "copy", side_effect=ZeroDivisionError):
@@ -161,18 +154,15 @@ def _errors(folder):
             ours.saves.settle(ended=False)
 
 
+@on_program(2)
 def test_a_run_that_is_stopped_while_it_writes_leaves_both_checkpoints(tmp_path):
-    run_program(2, _stopped, tmp_path)
-
-
-def _stopped(folder):
     write_run = SafetensorsWriter.write_run
 
     def slowly(*args):
         time.sleep(0.01)
         write_run(*args)
 
-    ours = trainer(folder, "run", steps=100)
+    ours = trainer(tmp_path, "run", steps=100)
     loss = ours.model.loss
 
     def told(*args, **options):
@@ -185,18 +175,15 @@ def _stopped(folder):
         ours.train()
     assert ours.steps_done == 3
     for step in (2, 3):
-        checkpoint_files.require_whole(folder / "run" / "checkpoints" / f"step-{step:06d}")
+        checkpoint_files.require_whole(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
     if ours.is_main:
         assert "stopped after step 3 by SIGTERM" in said.getvalue()
 
 
+@on_program(2)
 def test_without_host_memory_training_waits(tmp_path):
-    run_program(2, _no_memory, tmp_path)
-
-
-def _no_memory(folder):
     rank = int(os.environ["RANK"])
-    ours = trainer(folder, "run", steps=3)
+    ours = trainer(tmp_path, "run", steps=3)
     free = patch("bmburst.train.saves.available_bytes", return_value=2**40 if rank else 100_000)
     with free, contextlib.redirect_stderr(io.StringIO()) as said:
         ours.train()
@@ -209,12 +196,12 @@ def _no_memory(folder):
         ("hosts", {}, patch("socket.gethostname", return_value=f"host {rank}"), "several hosts"),
         ("memfd", {}, patch("os.memfd_create", side_effect=_once(rank, OSError(errno.ENOSYS, "odd"))), "share | odd"),
     ):
-        ours = trainer(folder, name, **changes)
+        ours = trainer(tmp_path, name, **changes)
         ours.step()
         with condition:
             says(beside_training(ours), *words.split(" | "))
     # Memory that cannot be pinned on one rank after all.
-    ours = trainer(folder, "pinned")
+    ours = trainer(tmp_path, "pinned")
     ours.step()
     paged_in = staging.paged_in
 

@@ -9,7 +9,7 @@ import torch
 
 from bmburst.outputs import is_picture
 from tests.cli.commands import refused
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.distributed.started import run_bmburst
 from tests.refusals import says
 from tests.train import run_program as program
@@ -18,25 +18,22 @@ MODEL = Path(__file__).parents[1] / "inference" / "passkey"
 
 
 @pytest.mark.parametrize("pack", ["stream", "documents"])
+@on_program(3)
 def test_bins_equal_transformers(pack, tmp_path):
-    run_program(3, _equal_transformers, tmp_path, pack)
-
-
-def _equal_transformers(folder, pack):
     from transformers import LlamaForCausalLM
 
     from bmburst.data import PackedSequences, evaluation_batches, open_corpus
     from bmburst.train import evaluate
     from bmburst.train.config import EvalConfig
 
-    os.environ["XDG_CACHE_HOME"] = str(folder)
-    trainer = program.trainer(folder, "run")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path)
+    trainer = program.trainer(tmp_path, "run")
     with torch.no_grad():
         for parameter in trainer.optimizer.param_groups[0]["params"]:
             parameter.mul_(15)
     saved = trainer.save()
     texts = ["the quick brown fox " * 4, "jumps", "over the lazy dog, and back " * 2]
-    source = folder / "text.jsonl"
+    source = tmp_path / "text.jsonl"
     if trainer.mesh.sequence_rank == 0:
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     trainer.mesh.sum(0.0)  # all wait for the file
@@ -48,7 +45,7 @@ def _equal_transformers(folder, pack):
     )
 
     model = LlamaForCausalLM.from_pretrained(saved)
-    corpus = open_corpus(str(source), "bytes", folder)
+    corpus = open_corpus(str(source), "bytes", tmp_path)
     sequences = PackedSequences(corpus, split="all", sequence_length=43, pack=pack)
     sums: dict[int, list[float]] = {}
     for batch in evaluation_batches(sequences, limit=None):

@@ -8,7 +8,7 @@ import torch
 from bmburst.checkpoint import files as checkpoint
 from bmburst.outputs import TRAINING_LOCK, lock_folder
 from bmburst.train.config import DataConfig
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train import run_program as program
 
@@ -22,21 +22,18 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@on_program(1)
 def test_what_a_checkpoint_holds(tmp_path):
-    run_program(1, _holds_everything, tmp_path)
-
-
-def _holds_everything(folder):
     for dtype, before in (("float32", 2), ("bfloat16", 2), ("bfloat16", 0)):
         name = f"{dtype}-{before}"
-        first = program.trainer(folder, name, dtype=dtype)
+        first = program.trainer(tmp_path, name, dtype=dtype)
         for _ in range(before):
             first.step()
         torch.manual_seed(5)
         assert first.save().name == f"step-{before:06d}"
         drawn = torch.rand(3)
         steps = [first.step() for _ in range(3)]
-        resumed = program.trainer(folder, name, dtype=dtype, resume=True)
+        resumed = program.trainer(tmp_path, name, dtype=dtype, resume=True)
         torch.manual_seed(6)
         resumed.restore()
         assert torch.equal(torch.rand(3), drawn)
@@ -47,19 +44,16 @@ def _holds_everything(folder):
             for what in ("step", "loss", "lr", "grad_norm"):
                 assert getattr(ours, what) == getattr(wanted, what), (name, what)
     # What bfloat16 keeps besides must not be left out in silence.
-    resumed = program.trainer(folder, "bfloat16-2", resume=True)
+    resumed = program.trainer(tmp_path, "bfloat16-2", resume=True)
     said("dtype | _param_fp32 | missing | fix: | --init-from", resumed.restore)
 
 
+@on_program(1)
 def test_damaged_files_are_refused(tmp_path):
-    run_program(1, _refuses_damaged_files, tmp_path)
-
-
-def _refuses_damaged_files(folder):
     from safetensors.torch import load_file, save_file
 
-    saved = program.trainer(folder, "run").save()
-    ours = program.trainer(folder, "run", resume=True)
+    saved = program.trainer(tmp_path, "run").save()
+    ours = program.trainer(tmp_path, "run", resume=True)
     before = (saved / "state.json").read_bytes()
     model = (saved / "model.safetensors").read_bytes()
     (saved / "model.safetensors").write_bytes(b"\xff" * 64 + model[64:])
@@ -107,13 +101,10 @@ def save_of(tensors, path):
     return lambda: path.write_bytes(content)
 
 
+@on_program(1)
 def test_which_checkpoints_stay(tmp_path):
-    run_program(1, _which_stay, tmp_path)
-
-
-def _which_stay(folder):
-    ours = program.trainer(folder, "run", keep_checkpoints=1)
-    checkpoints = folder / "run" / "checkpoints"
+    ours = program.trainer(tmp_path, "run", keep_checkpoints=1)
+    checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "step-000009").mkdir(parents=True)  # later, but not complete
     (checkpoints / "step-000001").write_text("no folder")
     (checkpoints / ".step-000005").mkdir()  # half written by a run that was killed
@@ -122,20 +113,17 @@ def _which_stay(folder):
         ours.steps_done += 1
         ours.save()
         ours.save()  # again, in the place of the first
-        assert checkpoint.newest_complete(folder / "run").name == f"step-{ours.steps_done:06d}"
+        assert checkpoint.newest_complete(tmp_path / "run").name == f"step-{ours.steps_done:06d}"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000001", "step-000004", "step-000009"]
     (checkpoints / "step-000005").write_text("a file in the way")
     ours.steps_done += 1
     said("cannot write | step-000005 | Not a directory | fix: | --resume | step-000004", ours.save)
 
 
+@on_program(1)
 def test_runs_at_the_edges(tmp_path):
-    run_program(1, _edges, tmp_path)
-
-
-def _edges(folder):
     # A gradient that is not finite changes neither weights nor moments.
-    diverged = program.trainer(folder, "diverged", sample_tokens=3, eval_every=2, max_skipped_steps=0)
+    diverged = program.trainer(tmp_path, "diverged", sample_tokens=3, eval_every=2, max_skipped_steps=0)
     diverged.step()
     parameters = [p for group in diverged.optimizer.param_groups for p in group["params"]]
     before = [p.clone() for p in parameters]
@@ -159,22 +147,22 @@ def _edges(folder):
             for parameter in group["params"]:
                 parameter.fill_(math.nan)
     diverged.train()
-    assert [line["loss"] for line in lines(folder / "diverged" / "metrics.jsonl")] == 5 * [None]
-    assert [line["loss"] for line in lines(folder / "diverged" / "evals.jsonl")] == 3 * [None]
-    assert (folder / "diverged" / "sample.txt").exists()
+    assert [line["loss"] for line in lines(tmp_path / "diverged" / "metrics.jsonl")] == 5 * [None]
+    assert [line["loss"] for line in lines(tmp_path / "diverged" / "evals.jsonl")] == 3 * [None]
+    assert (tmp_path / "diverged" / "sample.txt").exists()
 
     # A text of fewer sequences than a batch, held-out text shorter than one, and nothing before the end.
-    short = folder / "short.txt"
+    short = tmp_path / "short.txt"
     short.write_text("a short text that is taken again and again; " * 8)
-    (folder / "short").mkdir()
-    with lock_folder(folder / "short", TRAINING_LOCK):
+    (tmp_path / "short").mkdir()
+    with lock_folder(tmp_path / "short", TRAINING_LOCK):
         busy = {"data": DataConfig(source=str(short), held_out_fraction=0.05), "batch_size": 9, "steps": 2}
         said(
             "short | another run | process | on host | since | fix: | --output",
-            lambda: program.train(folder, "short", **busy),
+            lambda: program.train(tmp_path, "short", **busy),
         )
-    program.train(folder, "short", **busy, checkpoint_every=0, eval_every=0, sample_tokens=2)
-    assert [line["step"] for line in lines(folder / "short" / "metrics.jsonl")] == [1, 2]
-    assert [(line["step"], line["tokens"]) for line in lines(folder / "short" / "evals.jsonl")] == [(2, 17)]
-    assert [path.name for path in (folder / "short" / "checkpoints").iterdir()] == ["step-000002"]
-    assert (folder / "short" / "sample.txt").read_text().endswith("\n")
+    program.train(tmp_path, "short", **busy, checkpoint_every=0, eval_every=0, sample_tokens=2)
+    assert [line["step"] for line in lines(tmp_path / "short" / "metrics.jsonl")] == [1, 2]
+    assert [(line["step"], line["tokens"]) for line in lines(tmp_path / "short" / "evals.jsonl")] == [(2, 17)]
+    assert [path.name for path in (tmp_path / "short" / "checkpoints").iterdir()] == ["step-000002"]
+    assert (tmp_path / "short" / "sample.txt").read_text().endswith("\n")

@@ -13,10 +13,7 @@ from tokenizers.models import WordLevel
 from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.data import open_corpus
-from bmburst.train.config import (
-    DataConfig,
-    TrainConfig,
-)
+from bmburst.train.config import DataConfig, TrainConfig
 from bmburst.train.resolve import check_paths, resolve, write_run_config
 from tests import tiny
 from tests.refusals import refusal_of, says

@@ -25,12 +25,7 @@ SCALINGS = [
     RopeScaling(kind="dynamic", factor=4),
     RopeScaling(kind="yarn", factor=4, original_max_position_embeddings=16),
     RopeScaling(
-        kind="yarn",
-        factor=4,
-        original_max_position_embeddings=16,
-        beta_fast=20,
-        beta_slow=2,
-        attention_factor=1.25,
+        kind="yarn", factor=4, original_max_position_embeddings=16, beta_fast=20, beta_slow=2, attention_factor=1.25
     ),
     RopeScaling(kind="llama3", factor=8, original_max_position_embeddings=32, low_freq_factor=1.5, high_freq_factor=3),
 ]

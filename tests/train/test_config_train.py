@@ -15,13 +15,7 @@ from bmburst.data.sources import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.schedule.parallelism import STRATEGIES, TRANSPORTS, MeshShape
-from bmburst.train.config import (
-    BYTE_IDS,
-    EvalConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from bmburst.train.config import BYTE_IDS, EvalConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from bmburst.train.resolve import check_paths, check_resumable, resolve, write_run_config
 from bmburst.train.sections import STANDARD_LIBRARY
 from bmburst_ops.flash import NAMES as KERNEL_NAMES
@@ -237,11 +231,7 @@ def test_mesh(values, world, mesh):
         ({"batch_size": 6, "micro_batch_size": 2, "parallel.data_parallel": 2}, 4, "--batch-size 8"),
         ({"sequence_length": 3}, 4, "sequence_length 3 | 4 sequence ranks"),
         ({}, 0, "0 ranks"),
-        (
-            {"parallel.tensor_parallel": 3},
-            4,
-            "tensor_parallel 3 | 4 ranks | 1, 2, 4 | fix: --nproc 3",
-        ),
+        ({"parallel.tensor_parallel": 3}, 4, "tensor_parallel 3 | 4 ranks | 1, 2, 4 | fix: --nproc 3"),
         (
             {"parallel.tensor_parallel": 2, "parallel.data_parallel": 3},
             8,
@@ -252,11 +242,7 @@ def test_mesh(values, world, mesh):
             6,
             "data_parallel 1 | sequence_parallel 2 | tensor_parallel 2 | 4 ranks | 6 | fix: --nproc 4",
         ),
-        (
-            {"parallel.tensor_parallel": 8},
-            8,
-            "tensor 8 | 4 query heads | 2 KV heads | work: 4",
-        ),
+        ({"parallel.tensor_parallel": 8}, 8, "tensor 8 | 4 query heads | 2 KV heads | work: 4"),
         (
             {"parallel.strategy": "heads"},
             3,

@@ -16,7 +16,7 @@ from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
 from bmburst.train.resolve import resolve
 from bmburst.train.text import steps_of_epochs
 from tests import chat, tiny
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.refusals import refused
 from tests.train import run_program as program
 
@@ -155,11 +155,8 @@ def test_a_run_goes_on_inside_an_epoch(folder):
     assert [each["loss"] for each in after] == [each["loss"] for each in before]
 
 
+@on_program(1)
 def test_steps_that_are_not_those_of_the_epochs_are_refused(folder):
-    run_program(1, _refused, folder)
-
-
-def _refused(folder):
     from bmburst.train.trainer import run
 
     given = config(folder, "refused")

@@ -16,11 +16,7 @@ from tests.train.cases import adamw
 SPLITS = [(2, 2), pytest.param((4, 1), marks=pytest.mark.long), pytest.param((1, 4), marks=pytest.mark.long)]
 # With tensor parallelism, each with one case and few steps; 37 tokens are padded in each tensor group; 4 tensor ranks
 # share 2 KV heads. 1 x 1 x 2 is in test_tensor_parallel.py.
-TENSOR_RUNS = [
-    ((1, 1, 4), program.CASES[0]),
-    ((1, 2, 2), program.CASES[1]),
-    ((2, 1, 2), program.CASES[2]),
-]
+TENSOR_RUNS = [((1, 1, 4), program.CASES[0]), ((1, 2, 2), program.CASES[1]), ((2, 1, 2), program.CASES[2])]
 
 
 CASES = [*program.CASES[:1], *long(*zip(program.CASES[1:]))]

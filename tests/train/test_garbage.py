@@ -10,22 +10,18 @@ import pytest
 
 from bmburst.errors import RunError
 from bmburst.train import garbage
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train import run_program as program
 
 
+@on_program(2, fresh=True)  # ranks that ran other tests keep what they had then frozen
 def test_garbage_is_collected_at_the_same_steps(tmp_path):
-    # Ranks that ran other tests keep what they had then frozen.
-    run_program(2, _collects, tmp_path, fresh=True)
-
-
-def _collects(folder):
     gc.unfreeze()  # what the server of ranks froze
     collections = []
     gc.callbacks.append(lambda phase, _: collections.append(ours.steps_done) if phase == "start" else None)
     for name, is_bad in (("good", False), ("bad", True)):
-        ours = program.trainer(folder, name, steps=6, checkpoint_every=None, eval_every=0, max_skipped_steps=2)
+        ours = program.trainer(tmp_path, name, steps=6, checkpoint_every=None, eval_every=0, max_skipped_steps=2)
         loss, states = ours.model.loss, []
 
         def seen(*args, loss=loss, states=states, is_bad=is_bad, **options):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train.lazy_streams import late_copies
 
@@ -17,11 +17,8 @@ SIZES = (1, 0, 64, 65, 1000, 193)  # of pieces of 64: none, one, several, and on
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@on_program(1)
 def test_in_one_process():
-    run_program(1, _check)
-
-
-def _check():
     check_the_nearest()
     check_the_last_bit()
     alone = None

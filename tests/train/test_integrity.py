@@ -23,7 +23,7 @@ from bmburst.errors import RunError
 from bmburst.outputs import require_space
 from bmburst.train.config import DataConfig, EvalConfig, TrainConfig
 from bmburst.train.text import open_text
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
 from tests.refusals import refused, says
 from tests.train import run_program as program
@@ -139,15 +139,12 @@ def _restores(folder):
     assert ours.steps_done == 1
 
 
+@on_program(2)
 def test_damaged_tokens_are_seen_before_training(tmp_path):
-    run_program(2, _tokens, tmp_path)
-
-
-def _tokens(folder):
     from bmburst.data import open_corpus
 
-    first = program.trainer(folder, "first")  # tokenizes
-    damaged = open_corpus(folder / "text.txt", "bytes", folder / "tokens").path
+    first = program.trainer(tmp_path, "first")  # tokenizes
+    damaged = open_corpus(tmp_path / "text.txt", "bytes", tmp_path / "tokens").path
     first.corpus.verify()
     on_every_rank(lambda: None)
     if first.is_main:
@@ -157,9 +154,9 @@ def _tokens(folder):
     on_every_rank(lambda: None)
     source = {"source": str(damaged), "held_out_fraction": 0.2}
     with refused("damaged", "checksum", "crc32:", "again"):  # the first rank of a host reads, and all hear of it
-        program_corpus(folder, first, DataConfig(**source))
+        program_corpus(tmp_path, first, DataConfig(**source))
     on_every_rank(lambda: None)
-    program_corpus(folder, first, DataConfig(**source, verify=False))
+    program_corpus(tmp_path, first, DataConfig(**source, verify=False))
     # An evaluation reads them on one rank, and every rank hears of it.
     from bmburst.train import evaluate
 
@@ -175,12 +172,9 @@ def program_corpus(folder, first, data):
 # Disks
 
 
+@on_program(2, fresh=True)
 def test_a_full_disk_leaves_the_last_whole_checkpoint(tmp_path):
-    run_program(2, _fills_the_disk, tmp_path, fresh=True)
-
-
-def _fills_the_disk(folder):
-    ours = program.trainer(folder, "run")
+    ours = program.trainer(tmp_path, "run")
     first = ours.save()
     before = {path: path.read_bytes() for path in first.iterdir()}
     ours.step()
@@ -248,18 +242,15 @@ def test_checkpoints_to_come(tmp_path):
     assert bytes_to_come(config.replace(steps=100), tmp_path) == 0
 
 
+@on_program(1, fresh=True)
 def test_never_writes_no_checkpoint(tmp_path):
-    run_program(1, _never, tmp_path, fresh=True)
-
-
-def _never(folder):
-    program.train(folder, "run", checkpoint_every=None, steps=2)
-    assert not (folder / "run" / "checkpoints").exists()
-    written = json.loads((folder / "run" / "config.json").read_text())
+    program.train(tmp_path, "run", checkpoint_every=None, steps=2)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written["checkpoint_every"] is None
     # A run that ends for skipped steps advises what is possible.
     for every, advice in ((None, "no checkpoint"), (1, "--resume | last checkpoint")):
-        ours = program.trainer(folder, f"skips-{every}", max_skipped_steps=1, checkpoint_every=every, steps=4)
+        ours = program.trainer(tmp_path, f"skips-{every}", max_skipped_steps=1, checkpoint_every=every, steps=4)
         ours.step()
         if every:
             ours.save()
@@ -268,7 +259,7 @@ def _never(folder):
         with refused("1 steps", advice, error=RunError):
             ours.train()
     # One that is asked to stop saves nothing either.
-    ours = program.trainer(folder, "stopped", checkpoint_every=None, steps=9)
+    ours = program.trainer(tmp_path, "stopped", checkpoint_every=None, steps=9)
     next_batch = ours.next_batch
 
     def asked_to_stop():
@@ -279,4 +270,4 @@ def _never(folder):
     with contextlib.redirect_stderr(io.StringIO()) as said:
         ours.train()
     assert ours.steps_done == 1 and "nothing is saved" in said.getvalue()
-    assert not (folder / "stopped" / "checkpoints").exists()
+    assert not (tmp_path / "stopped" / "checkpoints").exists()

@@ -16,7 +16,7 @@ from bmburst.cli.run_folder import checkpoint_bytes
 from bmburst.train.clock import FlopsMeter
 from bmburst.train.config import EvalConfig, OptimizerConfig, TrainConfig
 from tests import tiny
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.refusals import refused, says
 from tests.train import run_program as program
 
@@ -123,19 +123,18 @@ def test_answers_are_those_of_the_merged_model(trained):
     assert plain.tokens != wanted.tokens
 
 
+@on_program(2)
 def test_the_sample_of_a_run_is_written_with_its_adapter(in_4bit):
-    run_program(2, _the_sample_of_a_run_is_written_with_its_adapter, in_4bit)
-
-
-def _the_sample_of_a_run_is_written_with_its_adapter(folder):
     from bmburst.inference.generator import Generator
     from bmburst.train.trainer import Trainer
 
     for end, base in (("", "dtype"), ("-4bit", "4bit")):
-        made = Trainer(replace(config(folder, lora=replace(LORA, base=base), resume=True), output=folder / f"run{end}"))
+        made = Trainer(
+            replace(config(in_4bit, lora=replace(LORA, base=base), resume=True), output=in_4bit / f"run{end}")
+        )
         made.restore()
         (found,) = Generator(made.model).generate([PROMPT], max_new_tokens=12)
-        (wanted,) = Generator(folder / f"merged{end}").generate([PROMPT], max_new_tokens=12)
+        (wanted,) = Generator(in_4bit / f"merged{end}").generate([PROMPT], max_new_tokens=12)
         assert found.tokens == wanted.tokens
 
 

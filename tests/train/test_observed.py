@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from bmburst.train.clock import LagWatch
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.train import run_program as program
 
 RANGES = ("data", "forward", "backward", "optimizer", "attention forward", "attention backward", "attention tile")
@@ -60,12 +60,9 @@ def _observed(folder):
         (folder / "stderr.txt").write_text(said.getvalue())
 
 
+@on_program(2)
 def test_the_host_waits_for_the_device_once_a_step(tmp_path):
-    run_program(2, _counted, tmp_path)
-
-
-def _counted(folder):
-    trainer = program.trainer(folder, "run", batch_size=4)
+    trainer = program.trainer(tmp_path, "run", batch_size=4)
     for group in (trainer.mesh.world, trainer.mesh.sequence, trainer.mesh.data, trainer.mesh.tensor):
         group.always = False  # on CPUs calls are compared, by the host
     trainer.step()

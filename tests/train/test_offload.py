@@ -13,20 +13,17 @@ from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import hardware_like
 from bmburst.train import machine, memory_plan
 from bmburst.train.config import OptimizerConfig, ParallelConfig
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train import run_program as program
 
 CASES = [("float32", 2), ("bfloat16", 3)]  # dtype and level of ZeRO
 
 
+@on_program(2)
 def test_trains_and_resumes(tmp_path):
-    run_program(2, _on_two_ranks, tmp_path)
-
-
-def _on_two_ranks(folder):
-    trains_and_resumes(folder)
-    _edges(folder)
+    trains_and_resumes(tmp_path)
+    _edges(tmp_path)
 
 
 def trainer(folder, name, offload, dtype, level, **changes):

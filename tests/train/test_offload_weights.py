@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bmburst.train.config import OptimizerConfig, ParallelConfig
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
 from tests.refusals import refusal_of, says
 from tests.train import run_program as program
@@ -68,21 +68,18 @@ def _steps_are_equal(folder, dtype, policy, changes):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *long("float32")])
+@on_program(2)
 def test_either_reads_the_checkpoint_of_the_other(tmp_path, dtype):
-    run_program(2, _either_reads_the_checkpoint_of_the_other, tmp_path, dtype)
-
-
-def _either_reads_the_checkpoint_of_the_other(folder, dtype):
     for wrote in (False, True):
         name = f"{dtype}-{wrote}"
-        made = trainer(folder, name, wrote, dtype)
+        made = trainer(tmp_path, name, wrote, dtype)
         made.save()  # before its first step there is no state
-        fresh = trainer(folder, name, wrote, dtype, resume=True)
+        fresh = trainer(tmp_path, name, wrote, dtype, resume=True)
         fresh.restore()
         require_equal(held(fresh), held(made))
         losses(made, 2)
         made.save()  # while weights are being updated
-        other = trainer(folder, name, not wrote, dtype, resume=True)
+        other = trainer(tmp_path, name, not wrote, dtype, resume=True)
         if not wrote:
             other.model.model.layers[0].prefetch()  # old weights
         other.restore()
@@ -91,23 +88,20 @@ def _either_reads_the_checkpoint_of_the_other(folder, dtype):
         require_equal(held(other), held(made))
 
 
+@on_program(2)
 def test_bmtrain_saves_loads_and_initializes_it(tmp_path):
-    run_program(2, _bmtrain_saves_loads_and_initializes_it, tmp_path)
-
-
-def _bmtrain_saves_loads_and_initializes_it(folder):
     import bmtrain as bmt
 
-    streamed, resident = (trainer(folder, f"run-{streams}", streams, "bfloat16") for streams in (True, False))
+    streamed, resident = (trainer(tmp_path, f"run-{streams}", streams, "bfloat16") for streams in (True, False))
     for made in (streamed, resident):
         losses(made, 2)
-        bmt.save(made.model, str(folder / f"{made is streamed}.pt"))
-    ours, wanted = (torch.load(folder / f"{is_ours}.pt", weights_only=True) for is_ours in (True, False))
+        bmt.save(made.model, str(tmp_path / f"{made is streamed}.pt"))
+    ours, wanted = (torch.load(tmp_path / f"{is_ours}.pt", weights_only=True) for is_ours in (True, False))
     require_equal(ours, wanted)
-    other = trainer(folder, "other", True, "bfloat16", seed=3)
+    other = trainer(tmp_path, "other", True, "bfloat16", seed=3)
     losses(other, 1)
     other.model.model.layers[0].prefetch()  # old weights
-    bmt.load(other.model, str(folder / "False.pt"))
+    bmt.load(other.model, str(tmp_path / "False.pt"))
     require_equal(weights(other), weights(resident))
     batch = resident.next_batch()
     assert other.backward(batch).loss == resident.backward(batch).loss
@@ -123,11 +117,8 @@ def weights(made):
     return {name: tensor for name, tensor in held(made).items() if name.endswith("weight")}
 
 
+@on_program(1)
 def test_reads_after_a_step_wait_for_the_update(tmp_path):
-    run_program(1, _reads_after_a_step_wait_for_the_update, tmp_path)
-
-
-def _reads_after_a_step_wait_for_the_update(folder):
     import time
 
     from bmburst.optim import updates
@@ -135,7 +126,7 @@ def _reads_after_a_step_wait_for_the_update(folder):
     update, made = updates._update, {}
     with pytest.MonkeyPatch.context() as patch:
         for is_late in (False, True):
-            made[is_late], order = trainer(folder, f"run-{is_late}", True, "bfloat16"), []
+            made[is_late], order = trainer(tmp_path, f"run-{is_late}", True, "bfloat16"), []
 
             def late(*args, wait=0.02 * is_late, order=order):
                 time.sleep(wait)
@@ -153,15 +144,12 @@ def _reads_after_a_step_wait_for_the_update(folder):
         assert made[True].backward(made[True].next_batch()).loss == made[False].backward(made[False].next_batch()).loss
 
 
+@on_program(1)
 def test_weights_on_the_gpu_are_updated_before_the_others_begin(tmp_path):
-    run_program(1, _weights_on_the_gpu_are_updated_before_the_others_begin, tmp_path)
-
-
-def _weights_on_the_gpu_are_updated_before_the_others_begin(folder):
     """Both at once would share the host's memory bandwidth, and only the first hold up the GPU."""
     from bmburst.optim.updates import HostAdam, LateUpdates
 
-    made, order = trainer(folder, "run", True, "bfloat16"), []
+    made, order = trainer(tmp_path, "run", True, "bfloat16"), []
 
     def recorded(function):
         def call(self, updates, *args):
@@ -177,17 +165,14 @@ def _weights_on_the_gpu_are_updated_before_the_others_begin(folder):
     assert order == 2 * ["HostAdam.step", "LateUpdates.start"]
 
 
+@on_program(1)
 def test_an_error_in_an_update_ends_the_run(tmp_path):
-    run_program(1, _an_error_in_an_update_ends_the_run, tmp_path)
-
-
-def _an_error_in_an_update_ends_the_run(folder):
     from bmburst.optim import updates
 
     def fails(*_):
         raise MemoryError("no room")
 
-    made = trainer(folder, "run", True, "bfloat16")
+    made = trainer(tmp_path, "run", True, "bfloat16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(updates, "_update", fails)
         losses(made, 1)
@@ -195,14 +180,11 @@ def _an_error_in_an_update_ends_the_run(folder):
             made.evaluate()
 
 
+@on_program(2)
 def test_gradients_that_are_not_finite_change_nothing(tmp_path):
-    run_program(2, _gradients_that_are_not_finite_change_nothing, tmp_path)
-
-
-def _gradients_that_are_not_finite_change_nothing(folder):
     import bmtrain as bmt
 
-    made = trainer(folder, "run", True, "bfloat16")
+    made = trainer(tmp_path, "run", True, "bfloat16")
     losses(made, 1)
     before = held(made)
     if bmt.rank() == 1:
@@ -214,11 +196,8 @@ def _gradients_that_are_not_finite_change_nothing(folder):
     assert made.step().grad_norm > 0
 
 
-def test_copies_that_come_late_are_waited_for(tmp_path):
-    run_program(1, _copies_that_come_late_are_waited_for)
-
-
-def _copies_that_come_late_are_waited_for():
+@on_program(1)
+def test_copies_that_come_late_are_waited_for():
     from concurrent.futures import Future
 
     from bmburst.comm.host_memory import HostShard, ShardCopies
@@ -287,11 +266,8 @@ def _copies_that_come_late_are_waited_for():
         assert shard.weights.unique().item() == 6.0
 
 
-def test_an_input_without_gradient_is_no_exception(tmp_path):
-    run_program(2, _an_input_without_gradient_is_no_exception)
-
-
-def _an_input_without_gradient_is_no_exception():
+@on_program(2)
+def test_an_input_without_gradient_is_no_exception():
     import bmtrain as bmt
 
     from bmburst.blocks.gathering import GatherMemory
@@ -319,11 +295,8 @@ def _an_input_without_gradient_is_no_exception():
         assert torch.equal(ours, wanted)
 
 
+@on_program(1)
 def test_halves_are_the_master_but_for_ties():
-    run_program(1, _halves_are_the_master_but_for_ties)
-
-
-def _halves_are_the_master_but_for_ties():
     from bmburst_ops.host_adamw import joined, split
 
     low = torch.arange(1 << 16, dtype=torch.int32)
@@ -352,11 +325,8 @@ def test_what_cannot_be_is_refused_before_work(tmp_path):
     )
 
 
+@on_program(2)
 def test_memory_and_state_are_prepared_while_other_work_goes_on(tmp_path):
-    run_program(2, _memory_and_state_are_prepared, tmp_path)
-
-
-def _memory_and_state_are_prepared(folder):
     from bmburst.blocks.model import Llama
     from bmburst.comm.host_memory import HostMemory
     from bmburst.optim import updates
@@ -373,7 +343,7 @@ def _memory_and_state_are_prepared(folder):
     addresses = {tensor.data_ptr() for each in shards for tensor in (each.weights, each.parameter.grad)}
     assert len(addresses) == 2 * len(shards)
     # The state that is prepared is the one that a step makes.
-    ready, lazy = (trainer(folder, f"run-{number}", True, "bfloat16") for number in range(2))
+    ready, lazy = (trainer(tmp_path, f"run-{number}", True, "bfloat16") for number in range(2))
     order = []
     ready.optimizer.prepare(after=lambda: order.append("memory"))
     prepared = {id(future.result()[updates.MEAN]) for future in ready.optimizer._coming.values()}

@@ -8,16 +8,13 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train.run_program import SHAPE
 
 
+@on_program(2)
 def test_equals_torch():
-    run_program(2, _equals_torch)
-
-
-def _equals_torch():
     from bmburst.blocks.kinds import MATRICES, apart
     from bmburst.blocks.model import Llama
     from bmburst.optim.adamw import build_optimizer
@@ -72,12 +69,9 @@ def _require_norms(names, sums, whole, kinds):
         assert found == pytest.approx(16 * wanted, rel=1e-6), kind
 
 
+@on_program(1)
 def test_bf16_weights_take_the_fused_kernel_or_bmtrains():
     """Under BMTrain's OptimManager, with a loss scale; either goes on with the state that the other left."""
-    run_program(1, _bf16_weights_take_the_fused_kernel_or_bmtrains)
-
-
-def _bf16_weights_take_the_fused_kernel_or_bmtrains():
     import bmtrain as bmt
 
     from bmburst.optim import adamw as optim
@@ -111,12 +105,9 @@ def _bf16_weights_take_the_fused_kernel_or_bmtrains():
         optim.AdamW([torch.nn.Parameter(torch.zeros(1))], kernel="triton")
 
 
+@on_program(1)
 def test_fp16_weights_are_clipped_and_scaled_in_fp32():
     """On a GPU's paths and in host memory; a factor in fp16 would leave few digits of gradients that are small."""
-    run_program(1, _fp16_weights_are_clipped_and_scaled_in_fp32)
-
-
-def _fp16_weights_are_clipped_and_scaled_in_fp32():
     from bmburst.optim import adamw as optim
 
     start, scale, most = torch.randn(1025, generator=torch.Generator().manual_seed(3)).half(), 4.0, 2e-4
@@ -148,12 +139,9 @@ def _fp16_weights_are_clipped_and_scaled_in_fp32():
             assert ((parameter - state["_param_fp32"]).abs() <= 2.0**-10 * parameter.abs()).all()
 
 
+@on_program(1)
 def test_a_scale_that_grows_too_far_leaves_the_moments_finite():
     """Which BMTrain's own kernel does not: why training refuses it for fp16 weights."""
-    run_program(1, _a_scale_that_grows_too_far_leaves_the_moments_finite)
-
-
-def _a_scale_that_grows_too_far_leaves_the_moments_finite():
     import bmtrain as bmt
 
     from bmburst.optim.adamw import AdamW

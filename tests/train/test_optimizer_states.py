@@ -14,7 +14,7 @@ from bmburst.optim.config import MOMENT_BYTES, OptimizerConfig
 from bmburst.plan.counts import adam_bytes
 from bmburst.train.config import ParallelConfig, ScheduleConfig
 from tests import tiny
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.refusals import refusal_of, refused, says
 from tests.train import run_program as program
 
@@ -255,16 +255,13 @@ def _updates(folder):
 
 
 @pytest.mark.long
+@on_program(1)
 def test_held_out_loss_is_that_of_fp32_states(tmp_path):
     """A scaled-down `make train`: within 0.5 % after it has learned most of what it can."""
-    run_program(1, _learns_as_well, tmp_path)
-
-
-def _learns_as_well(folder):
     found = {}
     for kind in MOMENT_BYTES:
         optimizer = OptimizerConfig(state=kind, offload=True, lr=4e-3, beta2=0.999)
-        made = trainer(folder, kind, optimizer=optimizer, steps=60, checkpoint_every=None)
+        made = trainer(tmp_path, kind, optimizer=optimizer, steps=60, checkpoint_every=None)
         first = made.evaluate().loss
         losses(made, 60)
         found[kind] = made.evaluate().loss

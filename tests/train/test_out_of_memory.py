@@ -189,10 +189,7 @@ def test_a_model_that_the_planner_cannot_spread_is_said_in_words():
 )
 def test_torchs_error_becomes_ours(monkeypatch, error, words):
     monkeypatch.setenv("RANK", "5")
-    with (
-        refused("rank 5", "GPU memory", words, error=RunError, lines=50) as caught,
-        explained(config(2**17)),
-    ):
+    with refused("rank 5", "GPU memory", words, error=RunError, lines=50) as caught, explained(config(2**17)):
         raise error
     assert not caught.value.on_all_ranks
 

@@ -15,7 +15,7 @@ from bmburst.errors import RunError
 from bmburst.train.config import OptimizerConfig, ParallelConfig, ScheduleConfig
 from bmburst.train.step import HostFacts, LossScale, SkippedSteps, StepFacts
 from tests import tiny
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.refusals import refused
 from tests.train import run_program as program
 
@@ -112,11 +112,8 @@ def _two_ranks(folder):
 
 
 @pytest.mark.long
+@on_program(2, seconds=240)
 def test_is_near_fp32_also_in_host_memory(folder):
-    run_program(2, _near, folder, seconds=240)
-
-
-def _near(folder):
     for name, changes in SPLITS.items():
         _is_near_fp32(folder, name, changes)
     resident = run(make(folder, "resident"), {BAD})
@@ -179,33 +176,24 @@ def _resumed_is_uninterrupted(folder):
 
 
 @pytest.mark.long
+@on_program(2, tensor=2)
 def test_tensor_ranks(folder):
-    run_program(2, _tensor_ranks, folder, tensor=2)
-
-
-def _tensor_ranks(folder):
     changes = {"parallel": ParallelConfig(tensor_parallel=2)}
     _is_near_fp32(folder, "tensor", changes)
     assert [each.loss_scale for each in run(make(folder, "tensor", **changes), {BAD})] == SCALES
 
 
+@on_program(1)
 def test_too_many_skipped_steps_end_the_run(folder):
-    run_program(1, _too_many, folder)
-
-
-def _too_many(folder):
     trainer = make(folder, "skipping", max_skipped_steps=3)
     words = "3 steps | step 1 | 512 | step 3 | 128 | fix: | --optimizer.loss_scale 128 | 65504 | --dtype bfloat16"
     with overflowing(trainer, range(9)), refused(words, error=RunError):
         trainer.train()
 
 
+@on_program(1)
 def test_rules_are_bmtrains():
     """Beside the manager itself, whose optimizer does nothing."""
-    run_program(1, _rules_are_bmtrains)
-
-
-def _rules_are_bmtrains():
     import bmtrain as bmt
 
     manager = bmt.optim.OptimManager(loss_scale=8.0, loss_scale_steps=INTERVAL)

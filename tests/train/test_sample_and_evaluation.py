@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bmburst.data.tokenizer import ByteTokenizer
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train import run_program as program
 
@@ -17,17 +17,14 @@ class Ninety(ByteTokenizer):
     vocab_size = 90
 
 
+@on_program(3)
 def test_equal_transformers(tmp_path):
-    run_program(3, _equal_transformers, tmp_path)
-
-
-def _equal_transformers(folder):
     from transformers import LlamaForCausalLM
 
     from bmburst.data import PackedSequences
     from bmburst.inference.answering import generate
 
-    trainer = program.trainer(folder, "run")
+    trainer = program.trainer(tmp_path, "run")
     with torch.no_grad():
         for parameter in trainer.optimizer.param_groups[0]["params"]:
             parameter.mul_(15)  # so that the next token hangs on the ones before it
@@ -62,18 +59,15 @@ def _equal_transformers(folder):
     assert measured.bits_per_byte == pytest.approx(nats / math.log(2) / int((labels < 256).sum()), rel=1e-5)
 
 
+@on_program(3)
 def test_a_sequence_longer_than_the_text_is_as_long_as_the_text(tmp_path):
-    run_program(3, _longer_than_the_text, tmp_path)
-
-
-def _longer_than_the_text(folder):
     from bmburst.train import evaluate
     from bmburst.train.config import EvalConfig
 
-    os.environ["XDG_CACHE_HOME"] = str(folder)
-    saved = program.trainer(folder, "run").save()
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path)
+    saved = program.trainer(tmp_path, "run").save()
     for text, whole in (("the quick brown fox", 20), ("x", 3)):  # 20 and 2 tokens, on 3 ranks
-        source = folder / "text.md"
+        source = tmp_path / "text.md"
         source.write_text(text)
         expected, measured = (
             evaluate.evaluate_checkpoint(EvalConfig(checkpoint=saved, data=str(source), sequence_length=length))[0]
@@ -83,18 +77,15 @@ def _longer_than_the_text(folder):
         assert measured.tokens == len(text) + 1
 
 
+@on_program(2)
 def test_a_loss_that_is_no_number_is_refused_on_every_rank(tmp_path):
-    run_program(2, _no_number, tmp_path)
-
-
-def _no_number(folder):
     from bmburst.train import evaluate
     from bmburst.train.config import EvalConfig
 
-    os.environ["XDG_CACHE_HOME"] = str(folder)
-    trainer = program.trainer(folder, "run")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path)
+    trainer = program.trainer(tmp_path, "run")
     trainer.optimizer.param_groups[0]["params"][0].data.fill_(math.nan)
-    (folder / "text.md").write_text("the quick brown fox")
-    given = EvalConfig(checkpoint=trainer.save(), data=str(folder / "text.md"), sequence_length=20)
+    (tmp_path / "text.md").write_text("the quick brown fox")
+    given = EvalConfig(checkpoint=trainer.save(), data=str(tmp_path / "text.md"), sequence_length=20)
     with refused("loss is NaN", "bfloat16", "checkpoint"):
         evaluate.evaluate_checkpoint(given)

@@ -14,7 +14,7 @@ from bmburst.checkpoint import files as checkpoint
 from bmburst.errors import RunError
 from bmburst.train.config import ScheduleConfig
 from bmburst.train.step import HostFacts, LossScale, SkippedSteps, StepFacts
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.refusals import refused
 from tests.train import run_program as program
 
@@ -121,13 +121,10 @@ def test_what_is_not_finite_is_said_with_its_rank():
     endless.require(lambda: True)
 
 
+@on_program(2)
 def test_a_run_that_took_no_step_fails(tmp_path):
     """Also if it has fewer steps than are allowed to be skipped."""
-    run_program(2, _none_taken, tmp_path)
-
-
-def _none_taken(folder):
-    ours = trainer(folder, "run", steps=3)
+    ours = trainer(tmp_path, "run", steps=3)
     assert ours.config.max_skipped_steps > 3
     for group in ours.optimizer.param_groups:
         group["params"][0].data.fill_(math.nan)

@@ -6,17 +6,14 @@ import torch
 from bmburst.errors import UserError
 from bmburst.recompute.policy import POLICIES
 from bmburst.train.config import OptimizerConfig
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program
 from tests.train import run_program as program
 
 
+@on_program(2)
 def test_a_step_in_parts(tmp_path):
-    run_program(2, _in_parts, tmp_path)
-
-
-def _in_parts(folder):
     clip = OptimizerConfig(clip_norm=0.01)
-    trainer = program.trainer(folder, "run", recompute="auto", optimizer=clip)
+    trainer = program.trainer(tmp_path, "run", recompute="auto", optimizer=clip)
     assert trainer.config.recompute in POLICIES  # what is said of this run is said of what was decided
     batches, alone = [trainer.next_batch() for _ in range(2)], []
     for batch in batches:

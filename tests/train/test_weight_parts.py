@@ -16,7 +16,7 @@ from bmburst.checkpoint.files import RunProgress, newest_complete
 from bmburst.checkpoint.sharded_files import GatheredTensors, owners_of
 from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.errors import UserError
-from tests.distributed.programs import run_program
+from tests.distributed.programs import on_program, run_program
 from tests.train import run_program as program
 
 
@@ -102,11 +102,8 @@ def _load_parts(folder):
 LARGE = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 8, "num_heads": 4, "num_kv_heads": 4}
 
 
+@on_program(2, fresh=True)
 def test_no_rank_holds_more_than_a_few_tensors(tmp_path):
-    run_program(2, _measure_memory, tmp_path, fresh=True)
-
-
-def _measure_memory(folder):
     import dataclasses
 
     import bmtrain as bmt
@@ -122,12 +119,12 @@ def _measure_memory(folder):
         return full
 
     zero.gather = in_step
-    small = program.trainer(folder, "small")
+    small = program.trainer(tmp_path, "small")
     small.step()
     small.save()  # what is imported on the way takes more than these tensors do
-    checkpoint.load(newest_complete(folder / "small"), small.model, small.optimizer)
+    checkpoint.load(newest_complete(tmp_path / "small"), small.model, small.optimizer)
     shape = dataclasses.replace(program.SHAPE, head_dim=64, **LARGE)
-    ours = program.trainer(folder, "run", model=shape)
+    ours = program.trainer(tmp_path, "run", model=shape)
     ours.step()
     largest = 4 * LARGE["hidden_size"] * LARGE["intermediate_size"]
     total = 4 * shape.num_parameters
@@ -136,12 +133,12 @@ def _measure_memory(folder):
     for part_bytes in (None, 1):
 
         def write(part_bytes=part_bytes):
-            save(folder / "run", ours, progress, part_bytes)
+            save(tmp_path / "run", ours, progress, part_bytes)
 
         # One that is gathered with its piece, one that waits, one that is written; how many are freed late is chance.
         grown = _growth(write)
         assert grown < total / 2, grown / largest
-    grown = _growth(lambda: checkpoint.load(newest_complete(folder / "run"), ours.model, ours.optimizer))
+    grown = _growth(lambda: checkpoint.load(newest_complete(tmp_path / "run"), ours.model, ours.optimizer))
     assert grown < total / 2, grown / largest
 
 

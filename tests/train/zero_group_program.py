@@ -29,7 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes of a run,
     "adapters": ({"lora": LoRAConfig(rank=2), "checkpoint_every": None}, {"data_parallel": 2}),
 }
 TENSOR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # 2 tensor ranks are a node, and share a KV head
-    "tensor": ({"micro_batch_size": 4}, {"tensor_parallel": 2, "data_parallel": 2, "layout": "contiguous"}),
+    "tensor": ({"micro_batch_size": 4}, {"tensor_parallel": 2, "data_parallel": 2, "layout": "contiguous"})
 }
 
 
