@@ -107,7 +107,8 @@ def router_share(model: object, shares: list[Tensor]) -> Tensor:
     if not shares or (lost and any(parameter.requires_grad for parameter in _parameters(model))):
         raise UserError(
             "the router's loss has no gradient: layers are recomputed in backward by a policy that returns none\n"
-            "fix: model.gradient_checkpointing_enable(), or config.output_router_logits = False"
+            "fix: model.gradient_checkpointing_enable(); or config.output_router_logits = False, with TRL "
+            "router_aux_loss_coef=0.0"
         )
     return shares[-1]
 
