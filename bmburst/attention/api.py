@@ -153,7 +153,8 @@ def burst_attention(
 
     Raises:
         UserError: A value is unknown, shapes, dtypes or devices are not supported, or the ranks of the group disagree.
-            Every rank raises it if calls are compared (on CPUs always; see `bmburst.comm.checks.CheckedCommunicator`).
+            Every rank raises it if calls are compared: on CPUs always, on GPUs the first ones (see
+            `bmburst.comm.checks.CheckedCommunicator`).
 
     Source: BurstAttention, arXiv:2403.09347.
     """
@@ -204,9 +205,12 @@ def attend(
     comm = resolve_group(group)
     if isinstance(options.mask, tuple):
         return _sample_by_sample(q, k, v, length, comm, options, key_length, sink)
-    if sink is not None:
-        comm.decided(partial(check_sink, q, sink))
-    call = decide(comm, q, k, v, length, options, key_length)
+    with comm.first_calls("burst_attention") as is_first:
+        if sink is not None:
+            comm.decided(partial(check_sink, q, sink))
+            if is_first:
+                comm.require_alike("sink of burst_attention", sink)
+        call = decide(comm, q, k, v, length, options, key_length)
     executor, sinks = (executor_of(call), ()) if sink is None else (with_sink(executor_of(call)), (sink,))
     out, lse = SequenceAttention.apply(executor, call, q, k, v, *sinks)  # type: ignore[no-untyped-call]
     return out, lse
@@ -235,7 +239,8 @@ def _sample_by_sample(
             raise UserError("layout 'balanced' needs one mask, but each sample has its own\nfix: use layout 'zigzag'")
         return None, f"attention with {len(masks)} masks"
 
-    comm.decided(check)
+    with comm.first_calls("burst_attention of samples"):
+        comm.decided(check)
     parts = [
         attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], length, comm, replace(options, mask=mask), key_length, sink)
         for i, mask in enumerate(masks)

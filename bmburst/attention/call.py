@@ -237,13 +237,16 @@ def decide(
         UserError: The inputs or options are not supported. If the group compares its ranks, all of them raise it.
     """
     anew = partial(_decide, comm, q, k, v, length, options, key_length, latent_dim)
-    if comm.active or not isinstance(length, int | None) or not isinstance(key_length, int | None):
+    if (comm.active and comm.always) or not isinstance(length, int | None) or not isinstance(key_length, int | None):
         return anew()
     try:
         decided = _decided_calls(comm, (length, key_length), options)
         kind = [(type(t), t.layout, t.is_nested, t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)]
     except (AttributeError, RuntimeError, TypeError):  # no dense tensor, or an unhashable option: `_decide` refuses it
         return anew()
+    if comm.active:  # compared, and yet the same object each time: it is the key of its CUDA graphs
+        call = anew()
+        return decided.get((latent_dim, *kind), lambda: call)
     return decided.get((latent_dim, *kind), anew)
 
 

@@ -76,7 +76,8 @@ def attend_latents(
             return torch.cat(outs)
     if comm.size > 1:
         k, v = (latent[..., :1].expand(size) for size in _sizes(q, rotary, weight))  # their shapes are what counts
-        call = decide(comm, q, k, v, length, options, latent_dim=latent.shape[3] + rotary.shape[3])
+        with comm.first_calls("attention of latents"):
+            call = decide(comm, q, k, v, length, options, latent_dim=latent.shape[3] + rotary.shape[3])
         if call.strategy.latents:
             found: Tensor = SequenceAttention.apply(_LATENTS, call, q, latent, rotary, weight)[0]  # type: ignore[no-untyped-call]
             return found

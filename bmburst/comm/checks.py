@@ -8,8 +8,9 @@ import hashlib
 import os
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NoReturn, TypeVar
@@ -30,6 +31,7 @@ DEBUG_SWITCH = "BMBURST_CHECK"
 
 _SAME, _PROBLEM = "=", "!"
 _FIRST = 8  # calls of a kind that are compared: token ids, labels, positions and masks of one step or two
+_LATER = nullcontext(False)
 _SAMPLED = 64
 _ALIKE = 0.25  # of the norm: far above 16-bit rounding errors, far below the 1.4 of unrelated tensors
 
@@ -60,7 +62,7 @@ def is_exact(tensor: Tensor) -> bool:
 class _CheckState:
     on: bool
     meter: WaitMeter | None = None
-    compared: dict[str, int] = field(default_factory=dict)
+    compared: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """The number of first calls of each kind that were compared."""
 
 
@@ -73,7 +75,8 @@ class CheckedCommunicator:
         inner: The communicator that moves tensors; not called if a rank would only send to itself.
         device: The device of this group's tensors.
         always: Whether every call is compared, as on CPU transports. If not, calls are compared where `active` is set
-            (the trainer's first step), inside `checking`, and everywhere if BMBURST_CHECK=1 is in the environment.
+            (the trainer's first step), inside `checking` and `first_calls`, and everywhere if BMBURST_CHECK=1 is in the
+            environment.
     """
 
     def __init__(self, inner: Communicator, device: torch.device, *, always: bool = True) -> None:
@@ -133,20 +136,26 @@ class CheckedCommunicator:
         finally:
             self.active = before
 
-    @contextmanager
-    def first_calls(self, kind: str) -> Iterator[None]:
+    def first_calls(self, kind: str) -> AbstractContextManager[bool]:
         """Compare the first calls of a kind, on GPUs too. Every rank makes these calls, so all counts are equal.
+
+        The value of the block says whether this is one of them. Later ones cost the host a fraction of a microsecond.
+        Calls that a CUDA graph records are not compared, because the host would wait for them.
 
         Args:
             kind: A name, for example of a function. A call that raises is not counted.
         """
-        count = self._state.compared.get(kind, 0)
-        if count >= _FIRST:
-            yield
-            return
+        if self._state.compared[kind] >= _FIRST:
+            return _LATER
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return _LATER
+        return self._first_call(kind)
+
+    @contextmanager
+    def _first_call(self, kind: str) -> Iterator[bool]:
         with self.checking():
-            yield
-        self._state.compared[kind] = count + 1
+            yield True
+        self._state.compared[kind] += 1
 
     def require_alike(self, call: str, tensor: Tensor) -> None:
         """Check, while active, that every rank holds the same floating point tensor, up to rounding.

@@ -65,7 +65,7 @@ _READ: Mapping[str, str] = MappingProxyType(
             {SHARED}
             optim torch_compile torch_compile_backend torch_compile_mode activation_checkpointing
             activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs length_column_name
-            ddp_static_graph model_init_kwargs chat_template_path dataset_text_field dataset_kwargs dataset_num_proc
+            model_init_kwargs chat_template_path dataset_text_field dataset_kwargs dataset_num_proc
             eos_token pad_token max_length truncation_mode packing packing_strategy padding_free eval_packing
             completion_only_loss assistant_only_loss activation_offloading data_collator model_init
             optimizer_cls_and_kwargs formatting_func
@@ -81,6 +81,7 @@ _READ: Mapping[str, str] = MappingProxyType(
         ),
         "read; predictions are refused, because logits of a long sequence fit on no rank": "prediction_loss_only",
         "read; what TRL logs besides the loss is refused": "metric_for_best_model",
+        "read; refused with more than one micro-batch a step, which torch does not support": "ddp_static_graph",
         "read; the noise is that of the whole sequence": "neftune_noise_alpha",
         "read; counts the tokens of the batches, without the padding of a layout": "include_num_input_tokens_seen",
         "read; allowed: cp_size, sp_size and tp_size of 1, because SplitSequences splits": "parallelism_config",

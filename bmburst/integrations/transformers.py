@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -17,7 +17,6 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from bmburst.amounts import require_flag
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.checks import describe_tensors
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_batch import (
@@ -32,7 +31,14 @@ from bmburst.integrations.transformers_batch import (
     signature_of,
     whole_batch,
 )
-from bmburst.integrations.transformers_head import Gathered, OfHead, computed_in_head, label_logps, label_logps_of
+from bmburst.integrations.transformers_head import (
+    Gathered,
+    OfHead,
+    computed_in_head,
+    decided_tokens,
+    label_logps,
+    label_logps_of,
+)
 from bmburst.integrations.transformers_models import (
     recompute,
     refuse_other_tables,
@@ -47,22 +53,22 @@ from bmburst.integrations.transformers_recurrent import require_layout
 from bmburst.integrations.transformers_router import (
     asks_router_loss,
     require_router_loss,
+    require_router_loss_elsewhere,
     router_loss,
     router_share,
     router_shares,
-    shares_router_loss,
 )
 from bmburst.integrations.transformers_weights import EqualWeights
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.sequence import SequenceShard, gathered
 from bmburst.sequence.packed_tree import PackedTree
-from bmburst.sequence.parts import dimension_of
 from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
 
+T = TypeVar("T")
 _OPTIONS = frozenset({"deterministic", "kernel", "strategy", "transport"})
 
 
@@ -176,7 +182,7 @@ class Part:
             counted, told = checked_count(valid)
             return (counted, routed), f"Part.loss\nrouter's loss {routed}\nvalid {told}"
 
-        counted, routed = self.mesh.world.decided(decide)
+        counted, routed = _decided(self.mesh, decide)
         with router_shares(model if routed else None, self.real, self.mesh.sequence) as shares:
             if self.counts is None:
                 summed = self._of_head(
@@ -208,14 +214,11 @@ class Part:
 
         def decide() -> tuple[PackedTree, str]:
             if self.tree is None:
-                raise UserError(
-                    "row_logps is for rows that are packed as trees, but this part is of a plain batch\n"
-                    "fix: split.part(tree=bmburst.pack_tree(rows))"
-                )
+                problem = "row_logps is for rows that are packed as trees, but this part is of a plain batch"
+                raise UserError(f"{problem}\nfix: split.part(tree=bmburst.pack_tree(rows))")
             return self.tree, "Part.row_logps"
 
-        tree = self.mesh.world.decided(decide)
-        return tree.counted_rows(self.whole(self._logps(model, inputs)[0])[0])
+        return _decided(self.mesh, decide).counted_rows(self.whole(self._logps(model, inputs)[0])[0])
 
     @property
     def label_count(self) -> Tensor:
@@ -251,7 +254,7 @@ class Part:
             require_flag("entropy", entropy)
             return float(temperature), f"Part.logps\ntemperature {temperature}\nentropy {entropy}"
 
-        return self._logps(model, inputs, self.mesh.world.decided(decide), entropy)
+        return self._logps(model, inputs, _decided(self.mesh, decide), entropy)
 
     def _logps(
         self, model: torch.nn.Module, inputs: dict[str, Any], temperature: float = 1.0, entropy: bool = False
@@ -264,17 +267,15 @@ class Part:
             lambda logits: label_logps_of(logits, self.labels, temperature, entropy=entropy),
         )
         has_label = (self.labels != IGNORE_INDEX).nonzero(as_tuple=True)
-        placed = [
-            values.new_zeros(self.labels.shape).index_put(has_label, values)
-            for values in found.view(1 + entropy, len(has_label[0]))
-        ]
+        rows = found.view(1 + entropy, len(has_label[0]))
+        placed = [values.new_zeros(self.labels.shape).index_put(has_label, values) for values in rows]
         return placed[0], placed[1] if entropy else None
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Return the whole tensor on every rank, for a loss that every rank of the sequence computes from it.
+        """Return the whole tensor on every rank, for a loss whose gradients are summed over the ranks.
 
-        Backward takes this rank's part of the gradient: that of one loss. `whole` sums the gradients of all ranks: that
-        of as many losses as there are ranks.
+        Backward takes this rank's part of the gradient, without communication. DDP and FSDP2 average gradients over
+        ranks: behind them, use `whole`, or multiply the loss by the ranks of the sequence.
 
         Args:
             x: `[batch, local_tokens, ...]`.
@@ -282,29 +283,23 @@ class Part:
         Returns:
             `[batch, length, ...]`.
         """
+        decided_tokens(self, "gathered", x, 1)
         joined: Tensor = Gathered.apply(x, self)  # type: ignore[no-untyped-call]
         return joined
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return the whole tensor on every rank: gather local tokens, which are in dimension `dim`; differentiable."""
+        """Return the whole tensor on every rank: gather local tokens, which are in dimension `dim`; differentiable.
 
-        def decide() -> tuple[int, str]:
-            along, tokens = dimension_of(x, dim), self.cut.local_tokens
-            if x.shape[along] != tokens:
-                raise UserError(
-                    f"dimension {along} of a tensor of shape {list(x.shape)} does not hold a rank's tokens\n"
-                    f"allowed: {tokens} of them\nfix: give dim=, the dimension of the tokens"
-                )
-            return along, f"Part.whole\n{describe_tensors(x)}\ndim={along}"
+        Backward sums the gradients of all ranks and takes this rank's part. So if every rank computes the same loss of
+        whole tensors, DDP and FSDP2, which average over ranks, compute the gradient of that loss.
 
-        return gathered(x, self.mesh.sequence.decided(decide), self.cut, self.mesh.sequence)
+        Raises:
+            UserError: The dimension does not hold a rank's tokens, or the ranks disagree.
+        """
+        return gathered(x, decided_tokens(self, "whole", x, dim), self.cut, self.mesh.sequence)
 
     def _of_head(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        compute: OfHead,
-        otherwise: Callable[[Tensor], Tensor],
+        self, model: torch.nn.Module, inputs: dict[str, Any], compute: OfHead, otherwise: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return what `compute` returns in the model's head, or `otherwise` of its logits where that is not possible.
 
@@ -335,24 +330,22 @@ class Part:
 
         def decide() -> tuple[None, str]:
             require_inputs(inputs)
-            if asks_router_loss(model, inputs) and not shares_router_loss(model):
-                raise UserError(
-                    "the router's loss is no part of logits\nallowed: Part.loss, which adds it\n"
-                    "fix: config.output_router_logits = False"
-                )
+            require_router_loss_elsewhere(model, inputs)
             require_splittable(model, self.ends, of_rows=self.tree is not None, routed=True)  # see above
             require_layout(model, self.cut.layout.name, is_tree=self.tree is not None)
             require_rows(model, self.largest)
             told = f"{type(model).__name__} on a split sequence\ninputs {', '.join(sorted(inputs))}"
-            return None, f"{told}\n{'with' if torch.is_grad_enabled() else 'without'} gradient"
+            mode = "training" if model.training else "evaluation"
+            return None, f"{told}\nmode {mode}\n{'with' if torch.is_grad_enabled() else 'without'} gradient"
 
         def compare() -> tuple[None, str]:
             self.weights.compare(model, self.mesh.sequence)
             return None, "weights of the ranks"
 
-        self.mesh.world.decided(decide)
-        if self.mesh.sequence.size > 1 and torch.is_grad_enabled() and self.weights.are_compared(model):
-            self.mesh.world.decided(compare)
+        _decided(self.mesh, decide)
+        if self.mesh.sequence.size > 1 and self.weights.are_compared(model):
+            with self.mesh.world.checking():  # the other groups end, too
+                self.mesh.world.decided(compare)
         ours: dict[str, Any] = {"attention_mask": self.mask, "position_ids": self.position_ids, "use_cache": False}
         with noise_of_whole_sequences(model, self.cut, self.mesh.sequence, is_tree=self.tree is not None):
             result = model(input_ids=self.input_ids, **(ours | inputs))
@@ -361,6 +354,12 @@ class Part:
             fix = "leave return_dict out" if isinstance(result, tuple) else "give a causal LM, AutoModelForCausalLM"
             raise UserError(f"{type(model).__name__} returns no logits\nfix: {fix}")
         return found
+
+
+def _decided(mesh: Mesh, decide: Callable[[], tuple[T, str]]) -> T:
+    """Return a decision on which all ranks agree; on GPUs, they compare the first ones."""
+    with mesh.world.first_calls("a split batch"):
+        return mesh.world.decided(decide)
 
 
 class SplitSequences:
@@ -387,6 +386,7 @@ class SplitSequences:
         self.mesh = mesh
         self.options = AttentionOptions(layout=layout, **options)
         self.options.validate()
+        self._told = "\n".join(f"{name} {value}" for name, value in sorted({"layout": layout, **options}.items()))
         self._compared = False
         self._changing: WeakSet[torch.nn.Module] = WeakSet()
         self._weights = EqualWeights()
@@ -437,7 +437,8 @@ class SplitSequences:
             else:
                 own = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "documents": documents}
                 whole = batch_of_tree(tree, own | {"attention_mask": attention_mask} | others)
-            return (whole, shard_of(whole, self.options.layout, comm)), signature_of(whole) if comm.active else ""
+            cut = shard_of(whole, self.options.layout, comm)
+            return (whole, cut), f"{signature_of(whole)}\n{self._told}" if comm.active else ""
 
         with nullcontext() if self._compared else comm.checking():
             whole, cut = comm.decided(decide)
@@ -448,8 +449,7 @@ class SplitSequences:
         """Return the number of labels in some parts on all ranks, a scalar int64 tensor.
 
         Raises:
-            UserError: There is no part, or an argument is not a part. If the ranks compare calls, it is raised on every
-                rank.
+            UserError: There is no part, or an argument is not a part, or the ranks pass other numbers of parts.
         """
 
         def decide() -> tuple[Tensor, str]:
@@ -457,9 +457,9 @@ class SplitSequences:
             if wrong or not parts:
                 got = type(wrong[0]).__name__ if wrong else "none"
                 raise UserError(f"labels are counted of parts of SplitSequences, got {got}\nfix: valid(*parts)")
-            return torch.stack([part.label_count for part in parts]).sum(), "valid labels"
+            return torch.stack([part.label_count for part in parts]).sum(), f"valid labels\nof {len(parts)} parts"
 
-        (total,) = self.mesh.world.all_reduce(self.mesh.world.decided(decide)).wait()
+        (total,) = self.mesh.world.all_reduce(_decided(self.mesh, decide)).wait()
         return total
 
     def mean(self, loss: Tensor) -> float:
@@ -468,7 +468,7 @@ class SplitSequences:
         Raises:
             UserError: A loss is not a tensor of one number. If the ranks compare calls, it is raised on every rank.
         """
-        mine = self.mesh.world.decided(lambda: (number_of(loss), "SplitSequences.mean"))
+        mine = _decided(self.mesh, lambda: (number_of(loss), "SplitSequences.mean"))
         return self.mesh.sum(mine) / self.mesh.world.size
 
     def _cut(self, whole: WholeBatch, cut: SequenceShard) -> Part:

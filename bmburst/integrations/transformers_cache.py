@@ -35,6 +35,7 @@ from bmburst.integrations.transformers_models import require_rows, require_split
 from bmburst.integrations.transformers_recurrent import mixers, number_layers
 from bmburst.integrations.transformers_rotary import one_length, own_frequencies
 from bmburst.integrations.transformers_steps import Streamer, Together, cache_argument, split_steps
+from bmburst.integrations.transformers_weights import EqualWeights
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.layout import Layout, make_layout
@@ -311,6 +312,9 @@ def generate(
     with mesh.sequence.checking():
         cache = mesh.sequence.decided(decide)
     input_ids, inner = input_ids.to(mesh.sequence.device), models_in(model)[0]
+    with mesh.sequence.first_calls("generate") as is_first, torch.no_grad():
+        if is_first and mesh.sequence.size > 1:
+            EqualWeights().compare(inner, mesh.sequence)
     if not cache.get_seq_length():
         _require_cacheable(inner, mesh, input_ids[:, :1])
     together = Together(mesh.sequence)

@@ -19,8 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from bmburst.attention.options import gradient_signature
+from bmburst.comm.checks import CheckedCommunicator, describe_tensors
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_layers import outermost
+from bmburst.sequence import gathered
+from bmburst.sequence.parts import dimension_of
 from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.errors import first_order
 from bmburst_ops.linear_cross_entropy import num_chunks
@@ -177,11 +181,37 @@ class Gathered(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, part: Any) -> Tensor:
         """Gather the local tokens of all ranks."""
         ctx.cut = part.cut
-        found: Tensor = part.whole(x)
-        return found
+        return gathered(x, 1, part.cut, part.mesh.sequence)
 
     @staticmethod
     @first_order(UserError)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Take this rank's part of the gradient."""
         return ctx.cut.take(grad), None
+
+
+def decided_tokens(part: Any, call: str, x: Tensor, dim: int) -> int:
+    """Return the dimension of a tensor that holds a rank's tokens, once all ranks of the sequence agree on the call.
+
+    Args:
+        part: The `Part`.
+        call: The name of its method.
+        x: The tensor.
+        dim: The dimension, from the end if it is below 0.
+
+    Raises:
+        UserError: It holds another number of tokens, or the ranks disagree.
+    """
+
+    def decide() -> tuple[int, str]:
+        along, tokens = dimension_of(x, dim), part.cut.local_tokens
+        if x.shape[along] != tokens:
+            raise UserError(
+                f"dimension {along} of a tensor of shape {list(x.shape)} does not hold a rank's tokens\n"
+                f"allowed: {tokens} of them\nfix: give dim=, the dimension of the tokens"
+            )
+        return along, f"Part.{call}\n{describe_tensors(x)}\ndim={along}\n{gradient_signature(x)}"
+
+    comm: CheckedCommunicator = part.mesh.sequence
+    with comm.first_calls(f"Part.{call}"):
+        return comm.decided(decide)

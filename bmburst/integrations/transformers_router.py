@@ -84,9 +84,17 @@ def router_shares(model: object, real: Tensor, comm: Communicator) -> Iterator[l
         setattr(module, _NAME, before)
 
 
-def shares_router_loss(model: object) -> bool:
-    """Return whether this is inside `router_shares` of a model."""
-    return hasattr(vars(_module(model)).get(_NAME), _MARK)
+def require_router_loss_elsewhere(model: object, inputs: Mapping[str, object]) -> None:
+    """Check that a call of a model does not lose its router's loss.
+
+    Raises:
+        UserError: It asks for the loss outside of `router_shares`.
+    """
+    if asks_router_loss(model, inputs) and not hasattr(vars(_module(model)).get(_NAME), _MARK):
+        raise UserError(
+            "the router's loss is no part of logits\nallowed: Part.loss, which adds it\n"
+            "fix: config.output_router_logits = False"
+        )
 
 
 def router_share(model: object, shares: list[Tensor]) -> Tensor:
@@ -99,7 +107,8 @@ def router_share(model: object, shares: list[Tensor]) -> Tensor:
     if not shares or (lost and any(parameter.requires_grad for parameter in _parameters(model))):
         raise UserError(
             "the router's loss has no gradient: layers are recomputed in backward by a policy that returns none\n"
-            "fix: model.gradient_checkpointing_enable(), or config.output_router_logits = False"
+            "fix: model.gradient_checkpointing_enable(); or config.output_router_logits = False, with TRL "
+            "router_aux_loss_coef=0.0"
         )
     return shares[-1]
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import has_length, seed_worker
 
-from bmburst.errors import UserError
+from bmburst.errors import UserError, with_fix
 from bmburst.integrations.trainer_arguments import require_loss, require_trl, require_understood
 from bmburst.integrations.transformers import Part, SplitSequences
 from bmburst.integrations.transformers_models import require_next_token_loss, require_splittable
@@ -335,7 +335,10 @@ def _require_plain(trainer: Any) -> None:
     """Check that a Trainer uses no model and no feature that is not supported on split sequences."""
     if _has_router(trainer):
         require_trl("router's loss")
-        require_router_loss(trainer.model, is_tree=False)
+        try:
+            require_router_loss(trainer.model, is_tree=False)
+        except UserError as error:  # TRL sets output_router_logits itself
+            raise with_fix(error, "router_aux_loss_coef=0.0 in SFTConfig") from None
     _require_no_other_router(trainer, trainer.model)
     require_splittable(trainer.model, lambda: (1,), routed=_has_router(trainer))
     require_next_token_loss(trainer.model)
@@ -352,6 +355,12 @@ def _require_plain(trainer: Any) -> None:
         raise UserError(
             f"metric_for_best_model is {best!r}, but an evaluation on split sequences gives only losses\n"
             "fix: metric_for_best_model='loss'"
+        )
+    steps = trainer.args.gradient_accumulation_steps
+    if trainer.args.ddp_static_graph and steps > 1:
+        raise UserError(
+            f"ddp_static_graph=True fails in torch with gradient_accumulation_steps={steps}: its first backward must "
+            "average gradients\nallowed: gradient_accumulation_steps=1\nfix: leave it out"
         )
     config = getattr(trainer.accelerator, "parallelism_config", None)
     if config is not None and max(config.cp_size, config.sp_size, config.tp_size) > 1:

@@ -1,18 +1,23 @@
-"""Notices in the first steps that the ranks of a sequence do not train the same weights.
+"""Notices in the first calls and steps that the ranks of a sequence do not have the same model.
 
 A rank's gradients are those of its tokens alone, until DDP, FSDP2 or the script averages them over the ranks. Without
 that, every rank trains weights of its own, and no loss shows it. So some elements of each weight are compared when the
 model is called: at first the weights, then how optimizer steps changed them. A sharded weight is one weight, and its
-gradient is reduced by whoever shards it.
+gradient is reduced by whoever shards it. The configuration is compared once: it holds what no weight shows, such as the
+frequencies of rotary embeddings.
 """
 
+import json
+import zlib
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
@@ -39,9 +44,9 @@ class EqualWeights:
     _models: "WeakKeyDictionary[nn.Module, _Seen]" = field(default_factory=WeakKeyDictionary)
 
     def are_compared(self, model: nn.Module) -> bool:
-        """Return whether `compare` has not seen enough steps of a model yet; equal on all ranks."""
+        """Return whether `compare` has to see a model, or another step of its training; equal on all ranks."""
         seen = self._models.get(model)
-        return seen is None or seen.steps < STEPS
+        return seen is None or (torch.is_grad_enabled() and seen.steps < STEPS)
 
     def compare(self, model: nn.Module, comm: CheckedCommunicator) -> None:
         """Compare weights over the ranks, and how they changed since the last call. Collective; the host waits.
@@ -51,18 +56,22 @@ class EqualWeights:
             comm: The ranks that share sequences.
 
         Raises:
-            UserError: The ranks hold different weights, or the same optimizer step changed them differently.
+            UserError: The ranks hold different models, or the same optimizer step changed them differently.
         """
+        if model not in self._models:
+            require_one_configuration(model, comm)
         samples = _samples(model)
         names, sizes = tuple(samples), [len(sample) for sample in samples.values()]
         seen = self._models.setdefault(model, _Seen())
-        if names != seen.names:  # wrapped or unfrozen since
+        if names != seen.names:  # wrapped since, or seen without gradients
             seen.names, seen.values = names, None
-        if not names:
-            seen.steps = STEPS
-            return
-        mine = torch.cat([sample.to(comm.device, torch.float64) for sample in samples.values()])
         with comm.checking():
+            # Otherwise a rank without such weights would not take part in the exchange.
+            comm.agree(f"weights of {type(model).__name__}\n{len(names)} weights held whole, {_digest(names)}")
+            if not names:
+                seen.steps = STEPS
+                return
+            mine = torch.cat([sample.to(comm.device, torch.float64) for sample in samples.values()])
             (gathered,) = comm.all_gather(mine).wait()
         values = gathered.cpu()
         before, seen.values = seen.values, values
@@ -74,13 +83,61 @@ class EqualWeights:
             seen.steps += 1
 
 
+def require_one_configuration(model: nn.Module, comm: CheckedCommunicator) -> None:
+    """Check that a model of transformers has the same configuration on all ranks. Collective; the host waits.
+
+    Raises:
+        UserError: It has not.
+    """
+    values = _configuration(model)
+    with comm.checking():
+        comm.agree(f"configuration of {type(model).__name__}\n{len(values)} keys, {_digest(tuple(values))}")
+        if not values:
+            return
+        mine = torch.tensor([zlib.crc32(value.encode()) for value in values.values()], device=comm.device)
+        (gathered,) = comm.all_gather(mine).wait()
+    rows = gathered.cpu()
+    differing = (rows != rows[0]).nonzero()
+    if len(differing):
+        rank, place = differing[0].tolist()
+        raise UserError(
+            f"the ranks that share a sequence have models of different configurations: {list(values)[place]} of rank "
+            f"{rank} is not rank 0's\nallowed: the same configuration on every rank\n"
+            "fix: the same config.json and the same arguments on every rank"
+        )
+
+
+def _configuration(model: nn.Module) -> dict[str, str]:
+    """Return the values of a model's configuration as text, without where it was read from."""
+    outermost = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    values: dict[str, Any] = {} if outermost is None else outermost.config.to_dict()
+    return {name: _text(value) for name, value in sorted(values.items()) if not name.startswith("_")}
+
+
+def _text(value: object) -> str:
+    """Return a value as text; of one that JSON does not know, the type: the text may hold an address."""
+    if isinstance(value, dict):
+        value = {str(name): inner for name, inner in value.items() if not str(name).startswith("_")}
+    return json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
+
+
+def _digest(names: tuple[str, ...]) -> str:
+    return f"{zlib.crc32(' '.join(names).encode()):08x}"
+
+
 def _samples(model: nn.Module) -> dict[str, Tensor]:
-    """Return some elements of each weight that is trained and that each rank holds whole."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return {}
+    """Return some elements of each weight that each rank holds whole.
+
+    Without gradients, adapters are left out: before they are trained, they may differ without changing the result.
+    """
+    wrapped = (module for module in model.modules() if isinstance(module, FullyShardedDataParallel))
+    sharded = {id(weight) for module in wrapped for weight in module.parameters()}
+    weights = {name: weight for name, weight in model.named_parameters() if id(weight) not in sharded}
+    if not torch.is_grad_enabled():
+        weights = {name: weight for name, weight in weights.items() if not weight.requires_grad} or weights
     found = {}
-    for name, weight in model.named_parameters():
-        if weight.requires_grad and weight.numel() and not weight.is_meta and not isinstance(weight, DTensor):
+    for name, weight in weights.items():
+        if weight.numel() and not weight.is_meta and not isinstance(weight, DTensor):
             step = max(1, weight.numel() // _SAMPLED | 1)  # odd: a matrix is not sampled in one column only
             found[name] = weight.detach().flatten()[::step][:_SAMPLED]
     return found

@@ -167,7 +167,10 @@ def burst_ssd(
         _require_ssd({"x": x, "dt": dt, "B": B, "C": C}, shared | state, dt_limit)
         return None, f"burst_ssd\ndt_limit {dt_limit}\ndt_softplus {dt_softplus}\nof all tokens {', '.join(shared)}"
 
-    comm.decided(decide)
+    with comm.first_calls("burst_ssd") as is_first:
+        comm.decided(decide)
+        for name, tensor in shared.items() if is_first else ():
+            comm.require_alike(f"{name} of burst_ssd", tensor)
     wide = torch.promote_types(x.dtype, torch.float32)
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     step = functional.softplus(step) if dt_softplus else step
@@ -310,7 +313,10 @@ def burst_causal_conv(
         _require_conv(named)
         return conv_call(comm, named, options, activation)
 
-    call = comm.decided(decide)
+    with comm.first_calls("burst_causal_conv") as is_first:
+        call = comm.decided(decide)
+        if is_first:
+            comm.require_alike("weight of burst_causal_conv", weight)
     out, final = SequenceConv.apply(call, x, weight, bias, initial_state)  # type: ignore[no-untyped-call]
     return (out, final) if final_state else out
 
@@ -328,7 +334,10 @@ def _scanned(
         return found
     comm = resolve_group(group)
     device_name(comm)  # collective the first time for a group: no rank may raise alone before it
-    call = comm.decided(lambda: scan_call(comm, recurrence(), named, initial_state, options))
+    with comm.first_calls("burst_linear_attention") as is_first:
+        call = comm.decided(lambda: scan_call(comm, recurrence(), named, initial_state, options))
+        if is_first and initial_state is not None:
+            comm.require_alike("initial_state of a recurrence", initial_state)
     out, final = SequenceScan.apply(call, initial_state, *named.values())  # type: ignore[no-untyped-call]
     return (out, final) if options.has_final else out
 

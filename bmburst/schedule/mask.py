@@ -122,8 +122,12 @@ class Mask(ABC):
         return [(int(start[0]), int(stop[1]))]
 
     def key_length(self, length: int) -> int:
-        """Return the number of real keys for `length` real queries; they differ in cross-attention."""
-        return length
+        """Return the number of real keys for `length` real queries; they differ in cross-attention.
+
+        Raises:
+            UserError: `length` is no number of tokens.
+        """
+        return whole_number("length", length, 0)
 
     def require(self, length: int) -> None:
         """Check that the mask fits a sequence.

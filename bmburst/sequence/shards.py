@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmburst.amounts import as_whole, whole_number
+from bmburst.amounts import as_whole, short_text, whole_number
 from bmburst.attention.api import resolve_group
-from bmburst.attention.options import no_autocast
+from bmburst.attention.options import gradient_signature, no_autocast
 from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors, is_exact
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
@@ -121,8 +121,15 @@ class SequenceShard:
                 padding then, and attention gets the mask's length as `length`.
 
         Raises:
-            UserError: The layout is "balanced" and each sample has its own mask, or the mask is for more tokens.
+            UserError: It is no mask, the layout is "balanced" and each sample has its own mask, or the mask is for more
+                tokens.
         """
+        given = mask if isinstance(mask, list | tuple) and mask else (mask,)
+        if other := [each for each in given if not isinstance(each, Mask)]:
+            raise UserError(
+                f"mask must be a mask of bmburst, or one for each sample, got {short_text(other[0])}\n"
+                "fix: for example bmburst.Documents(lengths), or bmburst.Causal()"
+            )
         if not isinstance(self.layout, Balanced):
             return self
         if not isinstance(mask, Mask):
@@ -159,9 +166,10 @@ class SequenceShard:
         """Return this rank's tokens of a whole tensor: dimension `dim` changes from `length` to `local_tokens`.
 
         Raises:
-            UserError: The dimension is missing or of another length.
+            UserError: The dimension is missing or of another length, or `x` cannot represent `pad_value`.
         """
         dim = dimension_of(x, dim)
+        require_value(x, pad_value)
         if x.shape[dim] != self.length:
             raise UserError(
                 f"dimension {dim} of a tensor of shape {list(x.shape)} is not the sequence\n"
@@ -199,7 +207,8 @@ class SequenceShard:
 
             def decide() -> tuple[ShardedBatch, str]:
                 part = self._batch(tokens, labels, documents)
-                return part, batch_facts(tokens, labels, documents) if comm.active else ""
+                facts = f"{batch_facts(tokens, labels, documents)}\nlayout={self.layout.name}" if comm.active else ""
+                return part, facts
 
             return comm.decided(decide)
 
@@ -259,7 +268,8 @@ class SequenceShard:
                 )
             return None, f"SequenceShard.rows\n{describe_tensors(values)}\n{packed.mask}"
 
-        comm.decided(decide)
+        with comm.first_calls("SequenceShard.rows"):
+            comm.decided(decide)
         return packed.counted_rows(gathered(values, 1, self, comm)[0])
 
     def _comparing(self) -> CheckedCommunicator | None:
@@ -434,9 +444,10 @@ def unshard(
         real = real_length(size, tokens, length)
         cut = SequenceShard(real, make_layout(layout, size, tokens, fitting(mask, real), real), comm.rank)
         facts = f"unshard\n{describe_tensors(x_local)}\ndim={along}\nlayout={layout}\nmask={mask}\nlength={real}"
-        return (cut, along), facts
+        return (cut, along), f"{facts}\n{gradient_signature(x_local)}"
 
-    cut, along = comm.decided(decide)
+    with comm.first_calls("unshard"):
+        cut, along = comm.decided(decide)
     return gathered(x_local, along, cut, comm)
 
 

@@ -96,7 +96,7 @@ def test_kernels_whose_launches_serve_later_calls(monkeypatch):
     monkeypatch.setattr(ReferenceKernel, "recordable", True)
 
     def body(comm):
-        comm.active = False
+        comm.always = comm.active = False
         options = {"dtype": torch.bfloat16, "kernel": "reference"}
         return [over_ranks(comm, "causal", "zigzag", frozen=frozen, **options)[0] for frozen in (False, True)]
 

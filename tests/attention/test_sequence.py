@@ -166,6 +166,14 @@ def test_bad_input():
     ):
         with refused(words):
             cut.read(sequence)
+    for pad_value in ("x", 0.5):
+        with refused(f"pad_value {pad_value!r} | torch.int64 | fix: "):
+            cut.take(torch.zeros(1, 5, dtype=torch.int64), pad_value=pad_value)
+    for mask in ("causal", None, [bmburst.Causal(), 5]):
+        with refused("mask | one for each sample | fix: for example bmburst.Documents"):
+            cut.under(mask)
+    with refused("length | whole number | 'x'"):
+        bmburst.Causal().key_length("x")
     for device in ("x", 3.5, "xpu"):
         with refused(f"device {device!r} | fix: "):
             cut.positions(device)

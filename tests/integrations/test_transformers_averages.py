@@ -95,6 +95,7 @@ def test_loops_that_average_gradients_take_their_steps(found: Found) -> None:
         ("adapters not averaged", 2, "gradients were not averaged | lora_B | fix: DistributedDataParallel"),
         ("adapters behind FSDP2", 2, "gradients were not averaged | lora_B | fully_shard"),
         ("another module wrapped", 2, "gradients were not averaged | lora_B | whole model"),
+        ("layers in FSDP 1 alone", 2, "gradients were not averaged | embed_tokens.weight | whole model"),
         ("layers sharded alone", 2, "gradients were not averaged | embed_tokens.weight | whole model"),
         ("weights of two seeds", 0, "different weights | rank 1 | the same weights on every rank | fix: the same seed"),
         ("adapters of two seeds", 0, "different weights | lora_A | fix: the same seed | DistributedDataParallel"),

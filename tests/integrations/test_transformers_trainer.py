@@ -63,6 +63,10 @@ def _trainer(
         ),
         ({"args": {"auto_find_batch_size": True}}, "auto_find_batch_size | alone | allowed: False"),
         ({"args": {"label_names": ["targets"]}}, "label_names | targets | allowed: None"),
+        (
+            {"args": {"ddp_static_graph": True, "gradient_accumulation_steps": 2}},
+            "ddp_static_graph | gradient_accumulation_steps=2 | fix: leave it out",
+        ),
     ],
 )
 def test_arguments(tmp_path: Path, options: dict[str, Any], words: str) -> None:
@@ -77,6 +81,10 @@ def test_a_metric_that_trl_would_log(tmp_path: Path, best: str) -> None:
     trainer._metrics = {}
     with refused("metric_for_best_model", repr(best), "only losses | fix: metric_for_best_model='loss'"):
         _require_plain(trainer)
+    trainer.aux_loss_enabled = True  # of a model whose router's loss was not read
+    with refused("router's loss of LlamaForCausalLM | not read | fix: router_aux_loss_coef=0.0 in SFTConfig"):
+        _require_plain(trainer)
+    trainer.aux_loss_enabled = False
     for name in ("loss", "my_entropy", "eval_my_entropy", "eval_my_mean_token_accuracy", None):
         trainer.args.metric_for_best_model = name
         _require_plain(trainer)

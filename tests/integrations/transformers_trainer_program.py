@@ -15,7 +15,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import (
@@ -196,6 +196,13 @@ def _sharded(model: Any, *, whole: bool) -> nn.Module:
     return found
 
 
+def _layers_in_fsdp_1() -> nn.Module:
+    found: Any = _model()
+    layers = [FullyShardedDataParallel(layer, device_id=torch.device("cpu")) for layer in found.model.layers]
+    found.model.layers = nn.ModuleList(layers)
+    return found
+
+
 def _nothing(model: nn.Module) -> None:
     del model
 
@@ -222,6 +229,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] = 
     "adapters not averaged": (_adapted, _nothing),
     "adapters behind FSDP2": (_late_adapters, _nothing),
     "another module wrapped": (_part_of_it, _nothing),
+    "layers in FSDP 1 alone": (_layers_in_fsdp_1, _nothing),
     "layers sharded alone": (lambda: _sharded(_model(), whole=False), _nothing),
     "weights of two seeds": (lambda: _model(dist.get_rank()), _averaging),
     "adapters of two seeds": (lambda: _adapted(dist.get_rank()), _averaging),

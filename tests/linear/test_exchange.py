@@ -8,7 +8,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.linear import check
 from bmburst.recompute import checkpoint
 from bmburst.schedule.cost import LinearCost
-from tests.distributed.threads import on_ranks, run_ranks
+from tests.distributed.threads import on_ranks, past_first_calls, run_ranks
 from tests.linear.oracle import problem
 from tests.linear.split import FUNCTIONS
 from tests.refusals import refused
@@ -36,7 +36,7 @@ class Counting:
 def counted(comm):
     """Return the group, whose calls are not compared, and its counts."""
     counting = Counting(comm.inner)
-    group = CheckedCommunicator(counting, comm.device, always=False)
+    group = past_first_calls(CheckedCommunicator(counting, comm.device, always=False))
     return group, counting
 
 
