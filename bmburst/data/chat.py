@@ -1,5 +1,6 @@
 """Chat templates, and tokenization of records with masks of their answers, equal to transformers."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -24,6 +25,7 @@ from bmburst.data.messages import (
     unread,
     unread_role,
     with_joined_parts,
+    with_read_arguments,
     written_as_data,
 )
 from bmburst.data.record import AnyRecord, Pair, Record
@@ -164,8 +166,9 @@ class ChatTemplate:
     def prompt(self, name: str, messages: tuple[Message, ...], tools: list[Any] | None, options: dict[str, Any]) -> str:
         """Return the text of a prompt: with the generation prompt, or up to the end of a final answer, to continue it.
 
-        This is what transformers' pipeline gives the model. If the template takes contents as text alone, the parts of
-        a content are joined by line breaks, as servers of OpenAI's API do.
+        This is what transformers' pipeline gives the model. If the template does not take the messages so, arguments of
+        tool calls that are JSON text are given as objects, and the parts of a content are joined by line breaks, as
+        servers of OpenAI's API do.
 
         Args:
             name: Origin of the messages for error messages.
@@ -179,12 +182,13 @@ class ChatTemplate:
         self.source(name, messages, tools)
         continues = messages[-1]["role"] == "assistant"
         how = {"add_generation_prompt": not continues, "continue_final_message": continues, "tools": tools, **options}
-        try:
-            return self.whole(name, messages, **how)
-        except UserError:  # for example because it adds a list to a text
-            if not any(isinstance(message.get("content"), list) for message in messages):
-                raise
-            return self.whole(name, with_joined_parts(messages), **how)
+        joined = with_joined_parts(messages)
+        forms = [messages, with_read_arguments(messages), joined, with_read_arguments(joined)]
+        *others, last = [form for at, form in enumerate(forms) if form not in forms[:at]]
+        for form in others:
+            with contextlib.suppress(UserError):  # for example because the template adds a list to a text
+                return self.whole(name, form, **how)
+        return self.whole(name, last, **how)
 
 
 class RecordEncoder:

@@ -163,6 +163,27 @@ def with_joined_parts(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     )
 
 
+def with_read_arguments(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return messages whose tool calls have their arguments as objects where they are the JSON text of one."""
+
+    def read(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(function := call.get("function"), dict):
+            return {**call, "function": read(function)}
+        try:
+            return {**call, "arguments": _arguments(call["arguments"])}
+        except (KeyError, TypeError, ValueError):
+            return call
+
+    return tuple(
+        {**message, "tool_calls": [read(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    )
+
+
 def read_conversations(name: str, value: Mapping[str, Any], *, is_prompt: bool = False) -> tuple[Message, ...] | None:
     """Return the messages of a line with `messages` or `conversations`; None if it has neither.
 

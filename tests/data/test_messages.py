@@ -160,6 +160,11 @@ def test_arguments_and_contents_that_a_template_quotes_are_refused(tmp_path):
     turns[1] = {**turns[1], "tool_calls": [text]}
     with refused("x.jsonl:1: ", "arguments", "message 2", "quoted", "fix: "):
         encode(tmp_path, {"messages": turns}, template=CALLS)
+    reader = ChatTemplate(load_tokenizer(str(tmp_path / "t")))  # servers of OpenAI's API read the text in prompts
+    as_object, as_text = (
+        reader.prompt("x", (TURNS[0], {**turns[1], "tool_calls": [call]}, TURNS[2]), None, {}) for call in (CALL, text)
+    )
+    assert 'add({"a": 1})' in as_text and as_text == as_object
     for template in (CALLS, chat.PLAIN.replace("m.content +", "m.content | string +")):
         with refused("x.jsonl:1: ", "content of message 1", "quoted", "fix: "):
             encode(tmp_path, {"messages": [{"role": "user", "content": parts}, TURNS[1]]}, template=template)
