@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bmburst.amounts import short_text
+from bmburst.amounts import require_flag, short_text
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import (
     Split,
@@ -151,7 +151,12 @@ class Mesh:
         return using_mesh(self)
 
     def set_checks(self, active: bool) -> None:
-        """Turn the comparison of the ranks' calls on or off. It is always on with BMBURST_CHECK=1 and on CPUs."""
+        """Turn the comparison of the ranks' calls on or off. It is always on with BMBURST_CHECK=1 and on CPUs.
+
+        Raises:
+            UserError: `active` is no bool.
+        """
+        require_flag("active", active)
         for comm in (self.world, self.sequence, self.data, self.tensor):
             comm.active = active or comm.always
 

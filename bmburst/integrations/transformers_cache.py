@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, __version__
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from bmburst.amounts import whole_number
+from bmburst.amounts import short_text, whole_number
 from bmburst.attention.options import require_dense, require_numbers
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.comm.groups import single_rank_group
@@ -111,18 +111,22 @@ class SplitCache(Cache):  # type: ignore[misc]
         self.passed = 0
 
     def crop(self, max_length: int) -> None:
-        """Drop the tokens from `max_length` on.
+        """Drop the tokens from `max_length` on; below 0, as many of the last tokens, as in transformers.
 
         Raises:
-            UserError: There are such tokens, and states of recurrent layers, which cannot go back.
+            UserError: It is no whole number from minus the cached tokens on, or tokens are to be dropped and there are
+                states of recurrent layers, which cannot go back.
         """
-        if self.has_split_states and max_length < self.get_seq_length():
+        cached = self.get_seq_length()
+        kept = whole_number("max_length", max_length, -cached)
+        kept += cached if kept < 0 else 0
+        if self.has_split_states and kept < cached:
             raise UserError(
-                f"states of recurrent layers cannot go back from {self.get_seq_length()} tokens to {max_length}\n"
+                f"states of recurrent layers cannot go back from {cached} tokens to {kept}\n"
                 "fix: a new cache, and the whole text"
             )
         for layer in self.split_layers:
-            layer.crop(max_length)
+            layer.crop(kept)
 
     def require_behind(self, input_ids: Tensor) -> None:
         """Check that `input_ids`, `[batch, tokens]`, is the cached text with new tokens behind it.
@@ -306,6 +310,8 @@ def generate(
         told = [f"{name} {_plain(value)}" for name, value in sorted(options.items()) if name != "streamer"]
         told += [] if "generation_config" in options else [f"generation_config {_plain(model.generation_config)}"]
         seeded = f"seed {whole_number('seed', seed, 0)}"
+        if seed >= 2**64:
+            raise UserError(f"seed must be below 2**64, got {short_text(seed)}\nfix: pass a smaller one")
         ids = f"input_ids {describe_tensors(input_ids)} {contents(input_ids)}"
         return cache, "\n".join(("generate", seeded, ids, f"cached {cache.get_seq_length()}", *told))
 

@@ -120,6 +120,9 @@ def test_generates_what_the_whole_cache_does(family: str, size: int) -> None:
         cache = SplitCache(model.config, mesh)
         assert generate(model, prompt, mesh=mesh, past_key_values=cache, **options).tolist() == first.tolist()
         assert generate(model, turn, mesh=mesh, past_key_values=cache, **options).tolist() == second.tolist()
+        cache.crop(-options["max_new_tokens"])  # below 0: the last tokens, as in transformers
+        assert cache.get_seq_length() == turn.shape[1] - 1
+        assert generate(model, turn, mesh=mesh, past_key_values=cache, **options).tolist() == second.tolist()
 
     run_ranks(size, body)
 

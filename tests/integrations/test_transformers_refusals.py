@@ -14,7 +14,7 @@ from bmburst import Documents, Full
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import Near, SequenceMask, attention, layer_mask
-from bmburst.integrations.transformers_cache import SplitCache
+from bmburst.integrations.transformers_cache import SplitCache, generate
 from tests import tiny
 from tests.distributed.threads import mesh_of, on_ranks, run_ranks
 from tests.integrations import transformers_program as program
@@ -357,8 +357,14 @@ def test_no_model_no_part_and_no_number() -> None:
             cache.prefill(model, wrong)
     with refused("NoneType | no model of transformers | fix: "):
         cache.prefill(None, IDS)  # type: ignore[arg-type]
+    with refused("max_length | whole number | 'x' | fix: "):
+        cache.crop("x")  # type: ignore[arg-type]
     with refused("Mesh.sum | a number of each rank | None | fix: "):
         split.mesh.sum(None)  # type: ignore[arg-type]
+    with refused("active | bool | 'no' | fix: "):
+        split.mesh.set_checks("no")  # type: ignore[arg-type]
+    with refused(f"seed | below | {2**64} | fix: "):
+        generate(model, IDS, mesh=split.mesh, seed=2**64)
     for wrong, got in (
         ("x", "'x'"),
         (-3, "-3"),
