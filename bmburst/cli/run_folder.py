@@ -11,13 +11,12 @@ from pathlib import Path
 from bmburst.amounts import bytes_text
 from bmburst.blocks.dtypes import ITEMSIZE
 from bmburst.checkpoint.files import checkpoints, newest_whole, problem_of, step_of, warn
-from bmburst.config import parse_json
 from bmburst.errors import UserError
 from bmburst.optim.config import MOMENT_BYTES
 from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, free_bytes, lock_folder, require_space
 from bmburst.plan.counts import saved_master
 from bmburst.train.config import TrainConfig
-from bmburst.train.metrics import METRICS_FILE
+from bmburst.train.metrics import METRICS_FILE, read_lines
 from bmburst.train.resolve import CONFIG_FILE, resolve
 from bmburst.train.schedule import learning_rate
 
@@ -54,10 +53,10 @@ def changed_rate(folder: Path, config: TrainConfig, done: int) -> str | None:
         config: The configuration with which the run goes on.
         done: Number of steps that were done.
     """
-    before = None
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # no metrics, or not those of a run
-        lines = (folder / METRICS_FILE).read_bytes().splitlines()
-        before = next((row["lr"] for row in map(parse_json, reversed(lines)) if row["step"] == done), None)
+    rows = []
+    with contextlib.suppress(OSError, UserError):  # the rank that continues the file refuses it
+        rows = read_lines(folder / METRICS_FILE)
+    before = next((row.get("lr") for row in reversed(rows) if row["step"] == done), None)
     schedule, peak = config.schedule, config.optimizer.lr
     if not isinstance(before, float) or math.isclose(
         before, learning_rate(schedule, peak, done, config.steps), rel_tol=0.01

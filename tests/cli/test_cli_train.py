@@ -303,7 +303,8 @@ def test_a_finished_run_says_so_and_a_larger_number_of_steps_goes_on(launches, t
     assert main(["train", "--resume", "--output", "run", "--data.cache", "run/config.json/x"]) == 0, "it has all"
     assert not launches
     rates = [{"step": step, "lr": 1e-3 * step} for step in (8, 9)]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(rate) + "\n" for rate in rates))
+    lines = "".join(json.dumps(rate) + "\n" for rate in rates)
+    (tmp_path / "run" / "metrics.jsonl").write_text(f'{lines}{{"step": 10, "l')  # killed while it wrote a line
     capsys.readouterr()
     assert main(["train", "--resume", "--output", "run", "--steps", "12"]) == 0
     assert launches.config()["steps"] == 12
