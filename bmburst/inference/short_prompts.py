@@ -99,16 +99,15 @@ class _PaddedPrompt:
 
     def __init__(self, step: ChunkStep, padded: int, replay: Callable[[Work], Work]) -> None:
         self._step = step
-        self._ids = np.zeros(padded, np.int64)
         with torch.inference_mode(False):  # as for the cache
-            self._inputs = step.inputs({0: self._ids}, {0: 0})  # the angles of all prompts are equal
+            self._inputs = step.inputs({0: np.zeros(padded, np.int64)}, {0: 0})  # the angles of all prompts are equal
             self._last = torch.zeros(1, dtype=torch.int64, device=self._inputs[0].device)
         self._run = replay(self._work)
 
     def __call__(self, ids: np.ndarray) -> Tensor:
         """Fill the cache of the step and return the hidden state of the last token, `[1, hidden_size]`."""
-        self._ids[: len(ids)], self._ids[len(ids) :] = ids, 0
-        self._inputs[0].copy_(torch.from_numpy(self._ids))
+        tokens = self._inputs[0]
+        tokens.copy_(torch.from_numpy(np.pad(ids, (0, tokens.shape[1] - len(ids)))))
         self._last.fill_(len(ids) - 1)
         return self._run().clone()  # the next prompt overwrites the result
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
+from bmburst.integrations.transformers_layers import outermost
 
 STEPS = 3
 """Number of optimizer steps that are compared."""
@@ -109,8 +109,8 @@ def require_one_configuration(model: nn.Module, comm: CheckedCommunicator) -> No
 
 def _configuration(model: nn.Module) -> dict[str, str]:
     """Return the values of a model's configuration as text, without where it was read from."""
-    outermost = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    values: dict[str, Any] = {} if outermost is None else outermost.config.to_dict()
+    whole = outermost(model)
+    values: dict[str, Any] = {} if whole is None else whole.config.to_dict()
     return {name: _text(value) for name, value in sorted(values.items()) if not name.startswith("_")}
 
 

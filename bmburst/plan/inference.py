@@ -30,7 +30,7 @@ MLP_TOKENS = 16384
 TOKENS_OF_RANK = 65536
 """Default number of tokens per rank in a chunk of prefill."""
 RESERVE = 0.04
-"""Fraction of a device that is reserved for torch, libraries and fragmentation."""
+"""Fraction of a device that is reserved for torch, libraries, CUDA graphs and fragmentation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,7 +103,7 @@ class CacheSplit:
         return Span(size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
 
     def nbytes(self, layers: int, sequences: int, length: int, head_dim: int, itemsize: int) -> int:
-        """Return the bytes of the cache on this rank."""
+        """Return the bytes of the cache on this rank, for a capacity of `length` tokens in each sequence."""
         return 2 * layers * sequences * self.capacity(length) * self.own_kv_heads * head_dim * itemsize
 
     def capacity(self, length: int) -> int:
