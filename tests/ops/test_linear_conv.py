@@ -6,20 +6,22 @@ import torch
 from bmburst_ops.linear import Pieces, conv, triton_conv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PIECES = Pieces((0, 40, 42, 43, 50, 77), padding=(3,), waiting=(1, 4), exporting=(0,))
+# With 16 tokens a program, pieces begin in front of the edges of programs, at them and behind them.
+PIECES = Pieces((0, 15, 16, 17, 30, 32, 47, 48, 50, 57, 77), padding=(3, 8), waiting=(1, 2, 4, 6, 9), exporting=(0,))
 
 
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize(("width", "channels", "has_bias"), [(4, 150, True), (3, 20, False), (1, 5, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_triton_equals_torch(width, channels, has_bias, activation, dtype):
-    """Pieces that wait for a halo or do not, one shorter than the convolution, and padding."""
+def test_triton_equals_torch(width, channels, has_bias, activation, dtype, monkeypatch):
+    """Pieces that wait for a halo or do not, some shorter than the convolution, and padding."""
+    monkeypatch.setattr(triton_conv, "_TOKENS", 16)
     rng = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=rng).to(dtype)  # noqa: E731
     tokens = PIECES.edges[-1]
     x, halos, weight, grad = (
         draw(tokens, channels),
-        draw(2, width - 1, channels),
+        draw(len(PIECES.waiting), width - 1, channels),
         draw(channels, width),
         draw(tokens, channels),
     )
@@ -36,4 +38,5 @@ def test_triton_equals_torch(width, channels, has_bias, activation, dtype):
     for name, ours, wanted in zip(("out", "x", "halos", "weight", "bias"), found, exact, strict=False):
         error = float((ours.cpu().double() - wanted).norm() / wanted.norm().clamp(min=1e-6))
         assert error < limit, f"{name}: {error}"
-    assert not found[0][PIECES.span(3)].any() and not found[1][PIECES.span(3)].any()
+    for number in PIECES.padding:
+        assert not found[0][PIECES.span(number)].any() and not found[1][PIECES.span(number)].any()
