@@ -2,7 +2,8 @@
 
 This is simpler than the planner of bmburst's own models. All ranks share each sequence in zigzag order, under FSDP2,
 with AdamW and the recompute policy "block-keep-attention" of `bmburst.integrations.transformers.recompute`. Counts of
-weights and exchanged bytes are exact. Seconds and activations are estimates that were not compared with a run:
+weights and exchanged bytes are exact. Seconds and activations are estimates, compared with one run
+(benchmarks/results/hybrid_2xh200_202611.md): 1.30 s and 28.3 GiB of torch, where it took 1.46 s and 29.0 GiB:
 
 - attention is that of the cost model (`bmburst.schedule.cost`), whose errors are measured;
 - a matrix product takes 2 FLOPs for each weight that a token meets, forward, recomputed, and twice backward;
@@ -10,7 +11,9 @@ weights and exchanged bytes are exact. Seconds and activations are estimates tha
 - latent attention exchanges and computes keys and values of all heads;
 - recurrent layers keep the states between fragments and the factors of chunks as fla's kernels do, and a block in
   backward has their inputs beside the results of its matrix products;
-- norms, activations, gates, routing and the host are not counted.
+- norms, activations, gates and casts, which transformers computes one by one, take `ELEMENTWISE` for each number that
+  the products of a block give;
+- routing and the host are not counted.
 """
 
 from collections.abc import Mapping
@@ -31,12 +34,15 @@ from bmburst.schedule.units import HeadShapes
 from bmburst_ops.fragments import CHUNK, fragment_tokens, fragments
 
 _MEASURED = 65_536 * 32 * 128 * 128  # tokens times numbers of a state
-RECURRENCE = MappingProxyType({0: 10.4e-3 / _MEASURED, 1: 19.8e-3 / _MEASURED, 2: 49.8e-3 / _MEASURED})
+RECURRENCE = MappingProxyType({0: 10.4e-3 / _MEASURED, 1: 17.6e-3 / _MEASURED, 2: 46.0e-3 / _MEASURED})
 """Seconds for a token and a number of a state, both passes, by `RecurrentLayer.factors`: scalar decay, the gated delta
 rule, Kimi delta attention. Measured with two runs of 32,768 tokens and 32 heads of 128 x 128 on an H200, without
 exchange. Other machines are assumed to be as fast."""
-CONVOLUTION = 3.7e-3 / (32_768 * 8_192)
+CONVOLUTION = 1.6e-3 / (32_768 * 8_192)
 """Seconds for a token and a channel, forward twice and backward once, with 4 taps on an H200."""
+ELEMENTWISE = 0.33 / (32_768 * 8 * 45_120)
+"""Seconds for a token and a number that the matrix products of a block give, in all passes. From a profile of 8 blocks
+of Qwen3.5 on an H200, without torch.compile."""
 _STATE = 4  # bytes of a number of a state: fp32
 _PASSES = 4  # of matrix products: forward, recomputed, and twice backward
 _SHARDS = 16  # bytes of a weight: fp32 weight, gradient and both moments of AdamW
@@ -208,6 +214,7 @@ def hybrid_step(model: Hybrid, sequence: int, batch: int, gpus: int, hardware: H
                 exchanged += count * (cost.forward_bytes(hops) + cost.backward_bytes(hops))
                 seconds["exchange of states"] += count * cost.seconds(hops, hardware)
     seconds["matmul"] = hardware.matmul_seconds(2.0 * _PASSES * model.active * rows, rows)
+    seconds["norms, activations"] = rows * model.layers * model.widest * ELEMENTWISE
     # Forward and backward gather weights, backward scatters gradients; they overlap with the rest.
     moved = 3.0 * itemsize * model.weights * (1 - 1 / gpus) / hardware.collective_bandwidth
     seconds["FSDP2"] = max(0.0, moved - sum(seconds.values()))
@@ -265,8 +272,8 @@ def hybrid_report(model: Hybrid, step: HybridStep, sequence: int, batch: int, gp
         f"estimated peak memory of a GPU: {used / GIB:.1f} of {step.capacity / GIB:.1f} GiB",
         *(f"  {name:26} {nbytes / GIB:8.2f} GiB" for name, nbytes in step.memory.items()),
         "",
-        "Weights and exchanged bytes are exact. Seconds and GiB are estimates that were not compared with a run.",
-        "Norms, activations, routing and the host are not counted.",
+        "Weights and exchanged bytes are exact. Seconds and GiB are estimates, compared with one run of Qwen3.5.",
+        "Routing and the host are not counted. Norms and activations are those without torch.compile.",
     ]
     if not step.fits:
         lines[:0] = ["It does not fit into memory: use more GPUs or a shorter sequence.", ""]

@@ -7,6 +7,7 @@ Those of torch take 7.3 and 20 ms.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: RUF005  # Triton has no unpacking of tuples
 
 from functools import lru_cache
 from typing import NamedTuple

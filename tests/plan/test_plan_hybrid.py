@@ -11,7 +11,7 @@ from benchmarks.tiny_families import tiny_config
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.integrations.transformers_shapes import hybrid_of
-from bmburst.plan.hybrid import CONVOLUTION, RECURRENCE, AttentionLayer, RecurrentLayer, hybrid_step
+from bmburst.plan.hybrid import CONVOLUTION, ELEMENTWISE, RECURRENCE, AttentionLayer, RecurrentLayer, hybrid_step
 from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.fragments import fragment_tokens
 from bmburst_ops.linear.fla_scan import make_plan
@@ -112,6 +112,8 @@ def test_a_step_is_that_of_a_formula():
         rows = 3 * 65536 // gpus
         assert step.seconds["recurrences"] == pytest.approx(rows * 256 * RECURRENCE[1])
         assert step.seconds["convolutions"] == pytest.approx(rows * 64 * CONVOLUTION)
+        wide = rows * model.layers * model.widest
+        assert step.seconds["norms, activations"] == pytest.approx(wide * ELEMENTWISE)
         assert step.seconds["matmul"] == pytest.approx(hardware.matmul_seconds(8.0 * model.active * rows, rows))
         assert step.memory["weights, gradients, AdamW"] == 16 * 22016 / gpus
         # Inputs, attention, the recurrence with a row of the inverse of its chunk; states and M of fragments and links,
@@ -133,7 +135,7 @@ def test_the_command(tmp_path, capsys):
     asked = ["--sequence-length", "64K", "--nproc", "2"]
     assert main(["plan", "--model", str(tmp_path / "nemotron_h"), *asked]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("nemotron_h, 64K tokens") and "estimated time" in printed and "not compared" in printed
+    assert printed.startswith("nemotron_h, 64K tokens") and "estimated time" in printed and "are estimates" in printed
     assert main(["plan", "--model", str(tmp_path / "nemotron_h"), *asked, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["weights"] == 22716
 
