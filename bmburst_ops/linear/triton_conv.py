@@ -7,7 +7,9 @@ Those of torch take 7.3 and 20 ms.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: RUF005  # Triton has no unpacking of tuples
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005
+# Tuples of a kernel grow by `+`: Triton has no unpacking.
 
 from functools import lru_cache
 from typing import NamedTuple
