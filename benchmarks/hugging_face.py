@@ -36,6 +36,7 @@ from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import GIB, numbers, short, tokens
 from bmburst.blocks.presets import PRESETS
 from bmburst.integrations.transformers import SplitSequences, recompute, register
+from bmburst.integrations.transformers_recurrent import mixers
 
 TRAINERS: Mapping[str, Mapping[int, float]] = MappingProxyType(
     {
@@ -77,10 +78,14 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
 
     def compile(self) -> None:
-        """Compile the submodules of each layer, but not the layer, which has the hooks of FSDP2 and checkpointing."""
+        """Compile the submodules of each layer, but not the layer, which has the hooks of FSDP2 and checkpointing.
+
+        A recurrent layer on a split sequence runs outside of graphs, so its norm is compiled instead.
+        """
         for layer in decoder_layers(self.model):
             for part in layer.children():
-                part.compile(dynamic=False)
+                inner: Any = part.norm if mixers(part) else part
+                inner.compile(dynamic=False)
 
     def step(self, ids: Tensor, split: SplitSequences | None = None) -> float:
         """Train one step on `[1, length]` token ids and return the mean loss in nats per token.

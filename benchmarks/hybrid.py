@@ -60,6 +60,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, default=8, help="number of layers (default: 8)")
     add("--methods", default=",".join(METHODS), help="methods, separated by commas (default: all)")
     add("--recompute", default="block-keep-attention", help="policy (default: block-keep-attention)")
+    add("--compile", action="store_true", help="compile norms and activations")
     add("--repeats", type=int, default=5, help="measured rounds (default: 5)")
     add("--small", action="store_true", help="narrow layers, also on a CPU")
 
@@ -73,8 +74,10 @@ def _measure(options: argparse.Namespace) -> Measured:
     sizes = _SMALL if options.small else {"vocab_size": 32_768}
     config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=options.layers, use_cache=False, **sizes)
     training = Training(config, group.device, policy=options.recompute, lr=0.0)
+    if options.compile:
+        training.compile()
     facts = {"parameters": training.num_weights, "layers": options.layers, "recompute": options.recompute}
-    facts |= {"kinds": config.layer_types}
+    facts |= {"kinds": config.layer_types, "compiled": options.compile}
     return facts, (row for length in lengths for row in _rows(training, methods, length, group, options.repeats))
 
 
@@ -206,7 +209,8 @@ def table(record: Mapping[str, Any]) -> str:
     """Return a record as Markdown."""
     title = (
         f"{record['parameters'] / 1e9:.2f}B parameters, {record['layers']} layers, every fourth with attention, "
-        f"{record['machine']['ranks']} x {record['machine']['device']}, recompute {record['recompute']}:"
+        f"{record['machine']['ranks']} x {record['machine']['device']}, recompute {record['recompute']}"
+        f"{', compiled' * record.get('compiled', False)}:"
     )
     ours = {row["tokens"]: row["seconds"] for row in record["rows"] if row["method"] == "ours" and "seconds" in row}
     lines, reasons = [], []
