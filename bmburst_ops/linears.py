@@ -17,23 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst_ops.autocast import no_autocast
 from bmburst_ops.dropout import Dropout
 from bmburst_ops.errors import KernelError, first_order
 
 
 def product(a: Tensor, b: Tensor, wide: torch.dtype, *, out: Tensor | None = None) -> Tensor:
     """Return a @ b, accumulated and returned in the dtype `wide`; written to `out` if it is given."""
-    if a.is_cuda and a.dtype != wide:
-        return torch.mm(a, b, out_dtype=wide, out=out)
-    return torch.mm(a.to(wide), b.to(wide), out=out)
+    with no_autocast(a.device.type):
+        if a.is_cuda and a.dtype != wide:
+            return torch.mm(a, b, out_dtype=wide, out=out)
+        return torch.mm(a.to(wide), b.to(wide), out=out)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to a wide total in place, without a second tensor of the weight's size."""
-    if a.is_cuda and a.dtype != total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    with no_autocast(a.device.type):
+        if a.is_cuda and a.dtype != total.dtype:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        else:
+            total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 class GradientSum:
@@ -55,7 +58,7 @@ class GradientSum:
         if self.total is not None:
             add_product(self.total, a, b)
         else:
-            self.total = a @ b if a.dtype == self.dtype else product(a, b, self.dtype)
+            self.total = product(a, b, self.dtype)
 
     def add(self, share: Tensor) -> None:
         """Add a chunk's gradient."""

@@ -12,7 +12,7 @@ from bmburst.amounts import require_flag
 from bmburst.attention.call import decide
 from bmburst.attention.function import SequenceAttention, check_sink, with_sink
 from bmburst.attention.heads import executor_of
-from bmburst.attention.options import AttentionOptions, MaskOption, no_autocast, require_tensors
+from bmburst.attention.options import AttentionOptions, MaskOption, require_tensors
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator
 from bmburst.comm.streams import BUFFERS, RECORDINGS
@@ -20,6 +20,7 @@ from bmburst.comm.transports import PEER_GROUPS
 from bmburst.errors import UserError, unknown
 from bmburst.mesh import current_mesh
 from bmburst.schedule.mask import make_mask
+from bmburst_ops.autocast import no_autocast
 
 
 @overload

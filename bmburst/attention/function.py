@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, Executor, SequenceCall
-from bmburst.attention.options import gradient_signature, no_autocast, require_tensor
+from bmburst.attention.options import gradient_signature, require_tensor
 from bmburst.comm.checks import describe_tensors
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.recompute import keep
 from bmburst.recompute.policy import require_end
 from bmburst.schedule.layout import Contiguous, Layout, Striped
+from bmburst_ops.autocast import no_autocast
 from bmburst_ops.errors import first_order
 from bmburst_ops.flash import BackwardInputs, Partial
 from bmburst_ops.merge import row_dots

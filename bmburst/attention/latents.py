@@ -33,9 +33,10 @@ from bmburst.attention.at_once import (
 )
 from bmburst.attention.call import AttentionCall, Executor, decide, head_shapes_of
 from bmburst.attention.function import SequenceAttention
-from bmburst.attention.options import AttentionOptions, no_autocast
+from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.schedule.units import HeadShapes
+from bmburst_ops.autocast import no_autocast
 from bmburst_ops.flash import BackwardInputs, Partial
 
 

@@ -1,9 +1,7 @@
 """Options of attention, and checks of its input tensors and groups."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -238,11 +236,6 @@ def require_transport(comm: CheckedCommunicator, q: Tensor, transport: str) -> N
             f"q is on {q.device}, but this rank's group was made on {comm.device}\n"
             "fix: call torch.cuda.set_device(local_rank) before the first use of the group"
         )
-
-
-def no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast: the inputs' dtype decides, and sums are fp32 or wider."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def gradient_signature(*inputs: Tensor) -> str:

@@ -7,7 +7,7 @@ returns the result as the logits of as few tokens as can hold it, `[1, tokens, v
 wrappers of the model keep working: FSDP2 gathers the head's weight, and sees the output where backward begins.
 
 A model that changes its logits after the head (softcap, scale, forbidden tokens) would change the result. This is
-detected: the model then returns something other than the result of the head.
+detected: the model then returns something other than the result of the head, be it in another dtype.
 """
 
 from collections.abc import Callable
@@ -32,6 +32,11 @@ from bmburst_ops.linear_logprobs import linear_logprobs, logprobs
 
 CHUNK = 4096
 """Number of tokens whose fp32 logits exist at once, where a model has computed all logits."""
+
+_CAST = "ToCopyBackward0"
+"""The node of a change of dtype in autograd's graph."""
+_CASTS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes through which an output may have gone."""
 
 OfHead = Callable[[Tensor, Tensor], Tensor]
 """Returns a tensor of one dimension for hidden states `[batch, local_tokens, features]` and the head's weight."""
@@ -114,7 +119,8 @@ def computed_in_head(
         if hook is not None:
             hook.remove()
     if own.is_result(getattr(returned[-1], "logits", None) if returned else found):
-        return found.flatten()[: own.numbers], None
+        assert own.result is not None
+        return _Values.apply(found, own.result).flatten()[: own.numbers], None  # type: ignore[no-untyped-call]
     return None, found if own.result is None else None
 
 
@@ -147,8 +153,37 @@ class _Head:
         return self.result
 
     def is_result(self, found: Tensor | None) -> bool:
-        """Return whether the model's result is that of the head, unchanged."""
-        return self.calls == 1 and found is not None and found is self.result and found._version == self._version
+        """Return whether the model's result is that of the head, unchanged but for its dtype.
+
+        FSDP2 casts the output to the `output_dtype` of its policy, which accelerate sets. Without gradients, the host
+        waits where the dtype has changed.
+        """
+        result = self.result
+        if self.calls != 1 or found is None or result is None or result._version != self._version:
+            return False
+        if found is result:
+            return True
+        if result.grad_fn is None:
+            casts = (result.to(low).to(found.dtype) for low in (found.dtype, *_CASTS))
+            return any(torch.equal(found, cast) for cast in casts)
+        node = found.grad_fn
+        while node is not None and node.name() == _CAST:
+            node = node.next_functions[0][0]
+        return node is result.grad_fn
+
+
+class _Values(torch.autograd.Function):
+    """The result of the head, where backward begins at the model's output, whose dtype may hold fewer digits."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, result: Tensor) -> Tensor:
+        ctx.dtype = output.dtype
+        return result.clone()
+
+    @staticmethod
+    @first_order(UserError)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(grad, dtype=ctx.dtype), grad
 
 
 def _plain_head(model: nn.Module) -> nn.Linear | None:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.attention.options import no_autocast
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.linear.call import ConvCall
 from bmburst.recompute import keep
+from bmburst_ops.autocast import no_autocast
 from bmburst_ops.errors import first_order
 from bmburst_ops.linear.conv import causal_conv, causal_conv_gradients
 from bmburst_ops.merge import accumulation_dtype

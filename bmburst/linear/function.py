@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.attention.options import no_autocast
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.linear.call import ScanCall
 from bmburst.linear.fold import fold_backward, fold_forward
 from bmburst.recompute import keep
+from bmburst_ops.autocast import no_autocast
 from bmburst_ops.errors import first_order
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bmburst.amounts import array_of, as_whole, short_text
 from bmburst.attention.options import (
-    no_autocast,
     require_dense,
     require_numbers,
     require_own_memory,
@@ -21,6 +20,7 @@ from bmburst.errors import UserError, one_line
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst_ops import IGNORE_INDEX
+from bmburst_ops.autocast import no_autocast
 
 Ids = npt.NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmburst.amounts import as_whole, short_text, whole_number
 from bmburst.attention.api import resolve_group
-from bmburst.attention.options import gradient_signature, no_autocast
+from bmburst.attention.options import gradient_signature
 from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors, is_exact
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
@@ -34,6 +34,7 @@ from bmburst.sequence.parts import (
     without_padding,
 )
 from bmburst_ops import IGNORE_INDEX
+from bmburst_ops.autocast import no_autocast
 from bmburst_ops.errors import first_order
 
 

@@ -60,6 +60,14 @@ def _forbidding(_: nn.Module, __: object, output: Any) -> None:
     output.logits[:, :, [7, 41]] = -1e9  # as Chameleon does with its images' tokens
 
 
+def _cast(_: nn.Module, __: object, output: Any) -> None:
+    output.logits = output.logits.float().double()  # as FSDP2 with an output_dtype, then as accelerate
+
+
+def _returning_fewer_digits(model: PreTrainedModel) -> None:
+    model.register_forward_hook(_cast)
+
+
 def _as_it_is(model: PreTrainedModel) -> None:
     del model
 
@@ -77,6 +85,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[PreTrainedModel], Any], li
     "tied": ("qwen3", {"tie_word_embeddings": True}, _as_it_is, [[ONE], [ONE]]),
     "scaled logits": ("granite", {"logits_scaling": 4.0}, _as_it_is, [[ONE, WHOLE], [WHOLE]]),
     "a bias": ("llama", {}, _with_bias, [[WHOLE], [WHOLE]]),
+    "an output in another dtype": ("llama", {}, _returning_fewer_digits, [[ONE], [ONE]]),
     "a compiled model": ("llama", {}, _compiled, [[WHOLE], [WHOLE]]),
 }
 
@@ -143,10 +152,11 @@ def test_whether_to_compute_entropies() -> None:
 
 
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("change", [_softer, _forbidding])
-def test_logits_changed_in_place_are_noticed(change: Any, without_gradients: Any) -> None:
+@pytest.mark.parametrize("changes", [[_softer], [_forbidding], [_cast, _forbidding]])
+def test_logits_changed_in_place_are_noticed(changes: list[Any], without_gradients: Any) -> None:
     model = _model("llama")
-    model.register_forward_hook(change)
+    for change in changes:
+        model.register_forward_hook(change)
     labels = torch.where((IDS == 7) | (IDS == 41), -100, IDS)
     with without_gradients():
         model.set_attn_implementation("eager")
@@ -157,8 +167,10 @@ def test_logits_changed_in_place_are_noticed(change: Any, without_gradients: Any
     assert found.item() == pytest.approx(expected.item(), rel=RELATIVE)
 
 
-def test_inference_mode_makes_no_logits_either() -> None:
+@pytest.mark.parametrize("change", [_as_it_is, _returning_fewer_digits])
+def test_inference_mode_makes_no_logits_either(change: Any) -> None:
     model = _model("llama")
+    change(model)
     shapes, part = _of_head(model, model.lm_head), SplitSequences(ALONE).part(IDS, labels=IDS)
     expected = part.loss(model)
     with torch.inference_mode():

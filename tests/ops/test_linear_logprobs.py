@@ -53,6 +53,19 @@ def test_equals_all_logits_at_once(dtype: torch.dtype, chunk: int, temperature: 
         assert ours.dtype == dtype and float((ours.double() - theirs).norm() / theirs.norm()) < rounding
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+def test_autocast_changes_nothing(entropy: bool) -> None:
+    """Logits in bfloat16 would change a log-probability by a tenth of a nat."""
+    hidden, weight, labels = _problem(13, 32, 17, torch.bfloat16)
+    found = []
+    for is_on in (False, True):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=is_on):
+            logps, _ = linear_logprobs(hidden, weight, labels, entropy=entropy)
+            found.append([logps, *torch.autograd.grad(logps.sum(), [hidden, weight])])
+    for plain, under_autocast in zip(*found, strict=True):
+        assert torch.equal(plain, under_autocast) and plain.dtype == under_autocast.dtype
+
+
 def test_no_token_is_a_gradient_of_zero() -> None:
     """A rank may hold only tokens of prompts, but its backward must run as that of the others."""
     hidden, weight, labels = _problem(0, 5, 17, torch.float32)
