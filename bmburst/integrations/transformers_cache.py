@@ -34,7 +34,7 @@ from bmburst.integrations.transformers_layers import models_in
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_recurrent import mixers, number_layers
 from bmburst.integrations.transformers_rotary import one_length, own_frequencies
-from bmburst.integrations.transformers_steps import Streamer, Together, cache_argument, split_steps
+from bmburst.integrations.transformers_steps import Streamer, Together, cache_argument, split_steps, takes_positions
 from bmburst.integrations.transformers_weights import EqualWeights
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
@@ -290,7 +290,7 @@ def generate(
                 f"{model.config.model_type}\nfix: transformers 5.23, or model.generate on one rank"
             )
         inner = models_in(model)[0]
-        if mixers(model) and not cache.split_layers and cache_argument(inner) == "past_key_values":
+        if mixers(model) and not cache.split_layers and takes_positions(inner):
             raise UserError(
                 f"{type(inner).__name__} cannot generate without a layer of attention, also in transformers\n"
                 "fix: a layer of attention in layer_types"
