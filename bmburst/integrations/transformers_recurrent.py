@@ -69,9 +69,9 @@ def is_read(module: nn.Module) -> bool:
     return any(cls.__module__ in MIXERS for cls in type(module).__mro__)
 
 
-def unread(model: nn.Module) -> str | None:
+def unread(model_class: type) -> str | None:
     """Return which function of a model's module has not the signature that was read; None: all have."""
-    for path in {cls.__module__ for cls in type(model).__mro__} & MIXERS.keys():
+    for path in {cls.__module__ for cls in model_class.__mro__} & MIXERS.keys():
         module, mixer = sys.modules[path], MIXERS[path]
         for name in (*mixer.functions, *(_FUSED & vars(module).keys())):
             if (found := _parameters(getattr(module, name, None))) != SIGNATURES[name]:
@@ -91,7 +91,7 @@ def attach(model_class: type) -> None:
     """Wrap the functions of a model's module, if it is in `MIXERS` and as it was read. Further calls have no effect."""
     for path in {cls.__module__ for cls in model_class.__mro__} & MIXERS.keys():
         module, mixer = sys.modules[path], MIXERS[path]
-        if getattr(module, _MARK, False):
+        if getattr(module, _MARK, False) or unread(model_class) is not None:
             continue
         setattr(module, _MARK, True)
         if hasattr(module, _MASKS):
