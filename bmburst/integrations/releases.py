@@ -5,12 +5,14 @@ In newer ones, functions that bmburst replaces are known by their signatures; ot
 """
 
 import re
-from importlib import metadata
+
+from transformers import __version__
 
 from bmburst.errors import UserError
 
-LEAST = "5.17"
-"""The oldest release. Older ones have other masks, caches and recurrent layers."""
+LEAST = "5.20"
+"""The oldest release. With older ones, some models failed with a traceback, and Phi-3 with "longrope" generated other
+tokens than in transformers."""
 READ = "transformers 5.23 or 5.24"
 """The releases whose layers and functions were read."""
 
@@ -24,7 +26,7 @@ def require_release(installed: str | None = None) -> None:
     Raises:
         UserError: It is older than `LEAST`.
     """
-    installed = metadata.version("transformers") if installed is None else installed
+    installed = __version__ if installed is None else installed
     if _numbers(installed) < _numbers(LEAST):
         raise UserError(
             f"transformers is {installed}, which cannot run on split sequences\nallowed: {LEAST} or newer\n"
@@ -33,5 +35,5 @@ def require_release(installed: str | None = None) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version: (5, 17) of 5.17.0."""
+    """Return the first two numbers of a version: (5, 20) of 5.20.2."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))

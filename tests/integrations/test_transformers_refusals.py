@@ -128,8 +128,8 @@ def test_a_model_with_a_table_of_attention_classes() -> None:
 def test_releases_of_transformers() -> None:
     require_release()
     require_release("6.0.1")
-    with refused("transformers is 5.16.1 | allowed: 5.17 or newer | fix: pip install 'transformers>=5.17'"):
-        require_release("5.16.1")
+    with refused("transformers is 5.19.0 | allowed: 5.20 or newer | fix: pip install 'transformers>=5.20'"):
+        require_release("5.19.0")
     assert f'"hugging-face": ["transformers>={LEAST}"' in (Path(__file__).parents[2] / "setup.py").read_text()
 
 
