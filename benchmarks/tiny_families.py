@@ -132,6 +132,16 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "llama4_text": _CHUNKED,
     "inkling2_text": {"unpadded_vocab_size": VOCABULARY},
+    "inkling2_loop_text": {
+        **{"unpadded_vocab_size": VOCABULARY, "layer_types": ["hybrid_sliding", "hybrid", "hybrid"]},
+        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+        **{"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2},
+    },
+    "dory": {
+        **{"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_hidden_layers": 3},
+        **{"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
+        "initializer_range": 0.2,  # by which it divides its scales: a smaller one saturates softmax
+    },
 }
 """What the names above do not say, by type: one layer of each kind, and sizes that depend on others."""
 

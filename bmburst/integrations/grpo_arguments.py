@@ -1,6 +1,6 @@
 """The arguments of TRL's GRPOTrainer and RLOOTrainer, and what each of them does on split sequences.
 
-The lists name what was read in TRL 1.16 and transformers 5.23.
+The lists name what was read in TRL 1.16, and in transformers 5.23 and 5.24.
 """
 
 from collections.abc import Mapping

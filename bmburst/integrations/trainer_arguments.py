@@ -1,6 +1,7 @@
 """The arguments of transformers' Trainer and TRL's SFTTrainer, and what each of them does on split sequences.
 
-The lists name what was read in transformers 5.23 and TRL 1.16. An argument of another version is refused if it is set.
+The lists name what was read in transformers 5.23 and 5.24 and in TRL 1.16. An argument of another version is refused if
+it is set.
 """
 
 import dataclasses

@@ -25,12 +25,14 @@ from bmburst.attention.latents import attend_latents
 from bmburst.attention.options import AttentionOptions, MaskOption, require_softcap
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
+from bmburst.integrations.releases import require_release
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow, causal_mask
 from bmburst.schedule.tree import Tree
 from bmburst_ops.flash import Partial
 
+require_release()  # this module is imported first
 NAME = "bmburst"
 
 _NOT_ASKED = frozenset(

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, __version__
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, __version__, cache_utils
 
 from bmburst.amounts import short_text, whole_number
 from bmburst.attention.options import require_dense, require_numbers
@@ -26,15 +25,16 @@ from bmburst.comm.groups import single_rank_group
 from bmburst.errors import UserError
 from bmburst.inference.generation_fields import REFUSED, SPLIT_ARGUMENTS, SPLIT_GENERATE, has_effect
 from bmburst.inference.relayout import Relayout
+from bmburst.integrations.releases import READ
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, StateAndSplitLayer, StateLayer, no_beams
 from bmburst.integrations.transformers_latent import LatentLayer, caches_latents
 from bmburst.integrations.transformers_layers import models_in
 from bmburst.integrations.transformers_models import require_rows, require_splittable
-from bmburst.integrations.transformers_recurrent import mixers, number_layers
+from bmburst.integrations.transformers_recurrent import CACHES, mixers, number_layers
 from bmburst.integrations.transformers_rotary import one_length, own_frequencies
-from bmburst.integrations.transformers_steps import Streamer, Together, cache_argument, split_steps
+from bmburst.integrations.transformers_steps import Streamer, Together, cache_argument, split_steps, takes_positions
 from bmburst.integrations.transformers_weights import EqualWeights
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
@@ -63,7 +63,7 @@ class SplitCache(Cache):  # type: ignore[misc]
         split = CacheSplit.choose("tokens", mesh.sequence.size, mesh.sequence.rank, 1, 1)
         kind = LatentLayer if caches_latents(config) else SplitLayer
         super().__init__(layers=[_split_layer(each, mesh, split, kind) for each in DynamicCache(config=config).layers])
-        self.has_split_states = any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
+        self.has_split_states = any(isinstance(layer, cache_utils.LinearAttentionLayer) for layer in self.layers)
         """Whether there are states of recurrent layers, which continue over the ranks in a prefill."""
         self.alone = single_rank_group(mesh.sequence)
         """A group of this rank, for recurrent layers on tokens that all ranks have."""
@@ -92,7 +92,7 @@ class SplitCache(Cache):  # type: ignore[misc]
     @property
     def _states(self) -> list[Tensor]:
         """The states of recurrent layers."""
-        recurrent = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        recurrent = [layer for layer in self.layers if isinstance(layer, cache_utils.LinearAttentionLayer)]
         kept = [each for layer in recurrent for each in (*layer.conv_states.values(), *layer.recurrent_states.values())]
         return [each for each in kept if each is not None]
 
@@ -228,10 +228,10 @@ class SplitCache(Cache):  # type: ignore[misc]
 
 def _split_layer(layer: Any, mesh: Mesh, split: CacheSplit, kind: type[SplitLayer]) -> Any:
     """Return the layer of a split cache for one of transformers' own cache; `kind` is that of attention alone."""
-    has_state = isinstance(layer, LinearAttentionLayer)
+    has_state = isinstance(layer, cache_utils.LinearAttentionLayer)
     if has_state and layer.number_of_states > 1:
         raise UserError(f"a layer with {layer.number_of_states} states is not known\nfix: model.generate on one rank")
-    if isinstance(layer, CacheLayerMixin):
+    if isinstance(layer, cache_utils.CacheLayerMixin):
         return StateAndSplitLayer(mesh, split) if has_state else kind(mesh, split)
     return StateLayer() if has_state else layer  # a layer without tokens
 
@@ -287,10 +287,10 @@ def generate(
         if mixers(model) and not cache.has_split_states:
             raise UserError(
                 f"the cache of transformers {__version__} has no states for the recurrent layers of "
-                f"{model.config.model_type}\nfix: transformers 5.23, or model.generate on one rank"
+                f"{model.config.model_type}\nfix: {READ}, or model.generate on one rank"
             )
         inner = models_in(model)[0]
-        if mixers(model) and not cache.split_layers and cache_argument(inner) == "past_key_values":
+        if mixers(model) and not cache.split_layers and takes_positions(inner):
             raise UserError(
                 f"{type(inner).__name__} cannot generate without a layer of attention, also in transformers\n"
                 "fix: a layer of attention in layer_types"
@@ -394,6 +394,8 @@ def _require_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None
             f"generation_config must be transformers' GenerationConfig, got {type(config).__name__}\n"
             "fix: leave it out, or GenerationConfig(...)"
         )
+    for name in (each for each in CACHES if each in options):
+        raise UserError(f"{name} is given\nfix: past_key_values=SplitCache(model.config, mesh), as it is named here")
     for name in sorted(set(options) - set(SPLIT_ARGUMENTS) - set(SPLIT_GENERATE)):
         if options[name] is not None:
             raise _not_possible(name, options[name], "leave it out")

@@ -1,5 +1,6 @@
 """Layers of a KV cache that is split over ranks by tokens, and layers that keep recurrent states beside it."""
 
+from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,14 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         """Number of tokens of the split prompt in prefill; None while all ranks get the same tokens."""
         self.relay: Relay | None = None
         """Set in a prefill whose tokens are not split as the cache is."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SplitLayer":
+        """Copy the tokens, and share the ranks: a model that passes through layers again makes copies of its cache."""
+        memo[id(self)] = found = copy(self)
+        for name, each in vars(self).items():
+            if name != "_mesh":
+                setattr(found, name, deepcopy(each, memo))
+        return found
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `CacheLayerMixin`."""

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import MODEL_MAPPING
 
 from bmburst.attention.call import AttentionCall
-from bmburst.integrations.transformers_attention import NAME, Near
+from bmburst.integrations.transformers_attention import NAME, Near, NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer
 from bmburst.integrations.transformers_recurrent import module_of
 from bmburst_ops.flash import Partial
@@ -46,8 +47,12 @@ the result."""
 
 
 def caches_latents(config: Any) -> bool:
-    """Return whether a model with this configuration caches latents in a module that was read."""
-    return module_of(config.get_text_config(decoder=True).model_type) in READ
+    """Return whether a model with this configuration caches latents in a module that was read.
+
+    Some types, such as sarvam_mla, have no module of their own: transformers makes them of another type's classes.
+    """
+    text = config.get_text_config(decoder=True)
+    return module_of(text.model_type) in READ or getattr(MODEL_MAPPING.get(type(text), None), "__module__", "") in READ
 
 
 def attach_latents(model_class: type) -> None:
@@ -69,6 +74,8 @@ def _expanding(cls: Any, theirs: Callable[..., tuple[Tensor, Tensor]]) -> Callab
     def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         layer = getattr(kv_nope, "split_layer", None)
         if layer is not None:
+            if not hasattr(layer, "expanded"):  # of a model whose configuration does not tell
+                raise NotSplit("the split cache does not hold latents\nfix: another model")
             expanded: tuple[Tensor, Tensor] = layer.expanded(partial(theirs, self), kv_nope, k_rot)
             return expanded
         calls_ours = self.config._attn_implementation == NAME and type(self).forward is read

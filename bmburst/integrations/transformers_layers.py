@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bmburst.integrations.transformers_attention import NAME, Near, SequenceMask, attention
-from bmburst.integrations.transformers_recurrent import module_of
+from bmburst.integrations.transformers_recurrent import module_of, one_cache_name
 
 _MARK = "splits_attention"
 _LLAMA4, _FALCON = module_of("llama4"), module_of("falcon")
@@ -29,7 +29,7 @@ READ = frozenset(module_of(name) for name in ("biogpt", "falcon", "stablelm", "w
 _FORWARD = {
     _LLAMA4: (
         "Llama4TextAttention",
-        ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"),
+        ("self", "hidden_states", "position_embeddings", "attention_mask", "cache", "kwargs"),
     ),
     _FALCON: (
         "FalconAttention",
@@ -39,7 +39,8 @@ _FORWARD = {
         ),
     ),
 }
-"""The layers that `attach_attention` changes, and the parameters of their forward functions in transformers 5.23."""
+"""The layers that `attach_attention` changes, and the parameters of their forward functions in transformers 5.23 and
+5.24, see `one_cache_name`."""
 
 
 def models_in(model: object) -> list[PreTrainedModel]:
@@ -63,7 +64,7 @@ def changed_attention(model: torch.nn.Module) -> str | None:
     for path in _paths(type(model)):
         name, wanted = _FORWARD[path]
         found = tuple(inspect.signature(inspect.unwrap(getattr(sys.modules[path], name).forward)).parameters)
-        if found != wanted:
+        if one_cache_name(found) != wanted:
             return f"{path}.{name}.forward takes {', '.join(found)}"
     return None
 

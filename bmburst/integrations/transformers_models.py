@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.errors import UserError
+from bmburst.integrations.releases import READ
 from bmburst.integrations.transformers_adapters import require_adapters
 from bmburst.integrations.transformers_attention import NAME
 from bmburst.integrations.transformers_latent import attach_latents
@@ -38,7 +39,7 @@ _ELSEWHERE = {
 """Arguments of a model that a part replaces, and what to do instead."""
 _ATTENTION = frozenset({"attention", "chunked_attention", "full_attention", "sliding_attention"})
 """Types of layers that mix tokens only in attention."""
-_RELEASE = "transformers 5.23, or another model"
+_RELEASE = f"{READ}, or another model"
 _DRAWS = ("dropout", "jitter", "pdrop")
 """Parts of the names of rates above 0 with which layers draw random numbers: for dropout, or as noise of a router."""
 _TABLE, _MARK = "ATTENTION_CLASSES", "refuses_own_tables"
@@ -115,7 +116,7 @@ def require_next_token_loss(model: torch.nn.Module) -> None:
 def refuse_other_tables() -> None:
     """Patch transformers, once, to refuse NAME for model types with their own table of attention classes.
 
-    Otherwise the construction of such a model, for example Falcon or GPT-J, would fail with a KeyError.
+    Otherwise the construction of such a model, for example Falcon or GPT-Neo, would fail with a KeyError.
     """
     chosen = PreTrainedModel.get_correct_attn_implementation
     if getattr(chosen, _MARK, False):
@@ -156,7 +157,7 @@ def _problem(model: PreTrainedModel, routed: bool) -> tuple[str, str] | None:
     """Return why a model is not exact on split sequences, and the fix; None if it is exact."""
     config, another = model.config, "use another model"
     chosen, was_read = config._attn_implementation, is_read(model)
-    if was_read and (changed := unread(model)) is not None:
+    if was_read and (changed := unread(type(model))) is not None:
         return f"its recurrent layer is not the one that was read: {changed}", _RELEASE
     if (changed := changed_attention(model)) is not None:
         return f"its attention is not the one that was read: {changed}", _RELEASE

@@ -35,8 +35,8 @@ LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mlp", "
 """Types of layers in modules of `MIXERS`, besides those of attention."""
 
 _LAYOUTS = ("zigzag", "contiguous")
-CACHES = ("cache_params", "past_key_values")
-"""Names of a cache among the arguments of models and mixers."""
+CACHES = ("cache", "cache_params", "past_key_values")
+"""Names of a cache among the arguments of models and layers. Since transformers 5.24, all have the first one."""
 _MARK = "reads_split_batches"
 _MASKS = "create_recurrent_attention_mask"
 _FUSED = frozenset({"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"})
@@ -69,24 +69,29 @@ def is_read(module: nn.Module) -> bool:
     return any(cls.__module__ in MIXERS for cls in type(module).__mro__)
 
 
-def unread(model: nn.Module) -> str | None:
+def unread(model_class: type) -> str | None:
     """Return which function of a model's module has not the signature that was read; None: all have."""
-    for path in {cls.__module__ for cls in type(model).__mro__} & MIXERS.keys():
+    for path in {cls.__module__ for cls in model_class.__mro__} & MIXERS.keys():
         module, mixer = sys.modules[path], MIXERS[path]
         for name in (*mixer.functions, *(_FUSED & vars(module).keys())):
             if (found := _parameters(getattr(module, name, None))) != SIGNATURES[name]:
                 return f"{path}.{name} takes {', '.join(found) or 'nothing'}"
         found = _parameters(getattr(module, mixer.name, nn.Module).forward)
-        if found not in _FORWARD:
+        if one_cache_name(found) not in _FORWARD:
             return f"{path}.{mixer.name}.forward takes {', '.join(found)}"
     return None
+
+
+def one_cache_name(parameters: tuple[str, ...]) -> tuple[str, ...]:
+    """Return parameters of a function with the cache among them named "cache", as in the newest transformers."""
+    return tuple("cache" if name in CACHES else name for name in parameters)
 
 
 def attach(model_class: type) -> None:
     """Wrap the functions of a model's module, if it is in `MIXERS` and as it was read. Further calls have no effect."""
     for path in {cls.__module__ for cls in model_class.__mro__} & MIXERS.keys():
         module, mixer = sys.modules[path], MIXERS[path]
-        if getattr(module, _MARK, False):
+        if getattr(module, _MARK, False) or unread(model_class) is not None:
             continue
         setattr(module, _MARK, True)
         if hasattr(module, _MASKS):
@@ -320,11 +325,11 @@ def _lightning(
     hidden_states: Tensor,
     position_embeddings: object = None,
     attention_mask: None = None,
-    past_key_values: None = None,
+    cache: None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """The forward function of MiniMax' Lightning Attention, whose own loops over blocks of tokens."""
-    del position_embeddings, attention_mask, past_key_values
+    del position_embeddings, attention_mask, cache
     require_known_arguments(asked)
     scope = SCOPE.get()
     assert scope is not None
@@ -410,17 +415,16 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""The parameters of each function, as in transformers 5.23."""
+"""The parameters of each function, as in transformers 5.23 and 5.24."""
 
 _FORWARD = frozenset(
     {
-        ("self", "hidden_states", "cache_params", "attention_mask", "kwargs"),
-        ("self", "hidden_states", "past_key_values", "attention_mask", "kwargs"),
-        ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"),
+        ("self", "hidden_states", "cache", "attention_mask", "kwargs"),
+        ("self", "hidden_states", "position_embeddings", "attention_mask", "cache", "kwargs"),
         ("self", "input_states", "position_ids", "attention_mask", "use_cache", "kwargs"),
     }
 )
-"""The parameters of the mixers' forward functions."""
+"""The parameters of the mixers' forward functions, see `one_cache_name`."""
 
 _GDN = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 _KDA = ("causal_conv1d_fn", "chunk_kimi_delta_attention")

@@ -25,7 +25,7 @@ from bmburst.integrations.transformers_layers import outermost
 
 _NAME, _MARK = "load_balancing_loss_func", "over_ranks"
 _READ = "011f7aa3f7fd"
-"""Digest of the statements of the function as it was read in transformers 5.23, the same for 30 model types."""
+"""Digest of the function's statements as they were read in transformers 5.23 and 5.24, the same for 30 model types."""
 
 
 def asks_router_loss(model: object, inputs: Mapping[str, object]) -> bool:

@@ -26,9 +26,14 @@ T = TypeVar("T")
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """Return the argument of a model's forward function that takes a cache: models without attention have another."""
-    of_states, of_keys = CACHES
-    return of_states if of_states in inspect.signature(model.forward).parameters else of_keys
+    """Return the argument of a model's forward function that takes a cache."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHES if name in parameters), CACHES[-1])
+
+
+def takes_positions(model: torch.nn.Module) -> bool:
+    """Return whether a model's forward function takes positions. Models without any attention do not."""
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 class Together:

@@ -363,10 +363,12 @@ def _require_plain(trainer: Any) -> None:
             "average gradients\nallowed: gradient_accumulation_steps=1\nfix: leave it out"
         )
     config = getattr(trainer.accelerator, "parallelism_config", None)
-    if config is not None and max(config.cp_size, config.sp_size, config.tp_size) > 1:
-        sizes = f"cp_size={config.cp_size}, sp_size={config.sp_size}, tp_size={config.tp_size}"
+    # accelerate has sp_size from 1.12 on.
+    sizes = {name: getattr(config, name, 1) for name in ("cp_size", "sp_size", "tp_size")}
+    if max(sizes.values()) > 1:
+        told = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise UserError(
-            f"parallelism_config would split batches or matrices a second time: {sizes}\n"
+            f"parallelism_config would split batches or matrices a second time: {told}\n"
             "allowed: 1 each\nfix: leave them out; SplitSequences(mesh) splits the sequences"
         )
     require_known_engine(trainer)

@@ -172,14 +172,14 @@ def test_families_are_tried_on_two_ranks(tmp_path):
     """Qwen2-MoE's window of 0 is none, gpt-oss has sinks, Gemma 2 a softcap; a table of attention classes is refused;
     other sizes are too large to try.
     """
-    types = ["mistral", "qwen2_moe", "gpt_oss", "gemma2", "gptj", "xlm-roberta-xl"]
+    types = ["mistral", "qwen2_moe", "gpt_oss", "gemma2", "gpt_neo", "xlm-roberta-xl"]
     found, text = measured(tmp_path, 2, "families", "--types", *types)
     rows = found["rows"]
     assert [row["type"] for row in rows] == types
     assert [row["result"] for row in rows] == ["exact"] * 4 + ["refused"] * 2
-    assert "GPTJ_ATTENTION_CLASSES" in rows[4]["reason"]
+    assert "GPT_NEO_ATTENTION_CLASSES" in rows[4]["reason"]
     assert "4 exact" in text and "\nmistral, qwen2_moe, gpt_oss, gemma2.\n" in text
-    assert re.search(r"^\| gptj \| refused \| .*GPTJ", text, re.M) and "failed" not in text
+    assert re.search(r"^\| gpt_neo \| refused \| .*GPT_NEO", text, re.M) and "failed" not in text
 
 
 def test_an_error_that_is_no_refusal_counts_as_failed():

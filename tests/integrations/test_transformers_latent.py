@@ -11,13 +11,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from benchmarks.tiny_families import tiny_model
+from benchmarks.tiny_families import tiny_config, tiny_model
 from bmburst.integrations import transformers_attention as attention
+from bmburst.integrations import transformers_cache as cache_module
 from bmburst.integrations import transformers_latent as latent
 from bmburst.integrations.transformers import SplitSequences, register
 from tests.distributed.processes import run_processes
 from tests.integrations import latent_program, recurrent_program
 from tests.integrations.test_transformers_recurrent import ALONE, IDS, LIMIT, distances
+from tests.refusals import refused
 
 TYPES = sorted(path.split(".")[2] for path in latent.READ)
 HEADS = 4
@@ -49,6 +51,22 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_all_types(tmp_path: Path, size: int) -> None:
     compare(tmp_path, size, [*product(TYPES, recurrent_program.SPANS)])
+
+
+def test_a_type_of_another_types_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers makes sarvam_mla of DeepSeek-V3's classes, as internlm3 of LLaMA's."""
+    register()
+    assert not latent.caches_latents(tiny_config("internlm3"))
+    monkeypatch.setattr(latent, "READ", frozenset({"transformers.models.llama.modeling_llama"}))
+    assert latent.caches_latents(tiny_config("internlm3"))
+
+
+def test_a_configuration_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    model = tiny_model("deepseek_v3", attention.NAME)
+    monkeypatch.setattr(cache_module, "caches_latents", lambda _: False)
+    with refused("DeepseekV3ForCausalLM | split cache | fix: "):
+        cache_module.generate(model, IDS, mesh=ALONE, max_new_tokens=1)
 
 
 class Doubled(nn.Linear):

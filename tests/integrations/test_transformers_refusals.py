@@ -2,6 +2,7 @@
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from bmburst import Documents, Full
 from bmburst.comm.checks import CheckedCommunicator
+from bmburst.integrations.releases import LEAST, require_release
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import Near, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_cache import SplitCache, generate
@@ -112,16 +114,30 @@ def test_models(family: str, options: dict[str, Any], words: str) -> None:
         _part().loss(model)
 
 
-@pytest.mark.parametrize("family", ["gptj", "gpt_neo"])
-def test_a_model_with_a_table_of_attention_classes(family: str) -> None:
+def test_a_model_with_a_table_of_attention_classes() -> None:
     """It is refused while it is made, where transformers would say KeyError; transformers' own choices still work."""
     register()
     register()  # wraps once
-    table = {"gptj": "GPTJ_", "gpt_neo": "GPT_NEO_"}[family] + "ATTENTION_CLASSES"
-    with refused(f"model type '{family}'", table, "AttentionInterface", "fix: another model type", lines=2):
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(family), attn_implementation="bmburst")
+    words = "model type 'gpt_neo' | GPT_NEO_ATTENTION_CLASSES | AttentionInterface | fix: another model type"
+    with refused(words, lines=2):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neo"), attn_implementation="bmburst")
     small = AutoConfig.for_model("falcon", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     assert AutoModelForCausalLM.from_config(small, attn_implementation="eager").config.model_type == "falcon"
+
+
+def test_releases_of_transformers() -> None:
+    require_release()
+    require_release("6.0.1")
+    with refused("transformers is 5.19.0 | allowed: 5.20 or newer | fix: pip install 'transformers>=5.20'"):
+        require_release("5.19.0")
+    assert f'"hugging-face": ["transformers>={LEAST}"' in (Path(__file__).parents[2] / "setup.py").read_text()
+
+
+def test_a_copied_layer_of_a_cache() -> None:
+    """dory passes through some layers several times, each time with a copy of their caches."""
+    layer = SplitCache(_model("llama").config, mesh_of()).layers[0]
+    copied = copy.deepcopy(layer)
+    assert copied is not layer and copied._mesh is layer._mesh
 
 
 def test_a_model_with_another_attention() -> None:

@@ -195,6 +195,7 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prefill_chunk_size": 4}, "prefill_chunk_size=4"),
     ({"generation_config": GenerationConfig(penalty_alpha=0.6, top_k=4)}, "generation_config.penalty_alpha = None"),
     ({"not_an_argument": 1}, "not_an_argument=1 | leave it out"),
+    ({"cache": None}, "cache is given | past_key_values=SplitCache"),
     ({"stored": {"token_healing": True}}, "token_healing | generation_config.token_healing = None"),
     ({"stored": {"num_beams": 4}}, "num_beams=1"),
     ({"model": "diffllama"}, "DiffLlamaForCausalLM | keys or values | eager"),
