@@ -32,7 +32,7 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["bmburst*", "bmburst_ops*", "model_center_ext*"]),
     package_data={
-        "bmburst": ["py.typed", "plan/data/*.toml", "schedule/machines/*.toml"],
+        "bmburst": ["py.typed", "schedule/machines/*.toml"],
         "bmburst_ops": ["py.typed", "*.c", "flash/*.c"],
         "model_center_ext": ["py.typed", "configs/*.json"],
     },

@@ -1,13 +1,13 @@
 """Compares predictions with measured and published numbers: `python -m benchmarks.accuracy`.
 
-`bmburst/plan/data/measured.toml` and `published.toml` contain the runs and their sources.
+`benchmarks/runs/measured.toml` and `published.toml` contain the runs and their sources.
 """
 
 import argparse
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -81,7 +81,7 @@ def markdown(comparisons: Sequence[Comparison]) -> str:
 
 
 def _read(name: str) -> dict[str, Any]:
-    return tomllib.loads((files("bmburst.plan") / "data" / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((Path(__file__).parent / "runs" / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _attention_task(heads: int, kv_heads: int, tokens: int, gpus: int, nodes: int) -> Task:

@@ -1,7 +1,7 @@
 """Regenerates tables after a JSON file in `results/` has changed: `python -m benchmarks.records`.
 
 - The tables of the benchmarks, from the JSON next to them. Text above the first table is written by hand and kept.
-- The numbers of this project's runs in `bmburst/plan/data/measured.toml`. Rows are added by hand.
+- The numbers of this project's runs in `benchmarks/runs/measured.toml`. Rows are added by hand.
 - The output of `python -m benchmarks.accuracy`, below the line in `results/plan_accuracy_*.md`.
 
 It prints each file that changed. With `--check` it writes nothing, and exits with 1 if a file would change.
@@ -44,7 +44,7 @@ _ROWS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Benchmarks of rows by the prefix of their records' names."""
-_MEASURED = _ROOT / "bmburst" / "plan" / "data" / "measured.toml"
+_MEASURED = _ROOT / "benchmarks" / "runs" / "measured.toml"
 
 
 def main(arguments: Sequence[str] | None = None, files: Iterable[tuple[Path, str]] | None = None) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from bmburst.amounts import require_flag
 from bmburst.attention.call import decide
 from bmburst.attention.function import SequenceAttention, check_sink, with_sink
+from bmburst.attention.graphs import outside_of_graphs
 from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions, MaskOption, require_tensors
 from bmburst.comm.checks import CheckedCommunicator
@@ -184,6 +185,7 @@ def _require_flags(group: object, **flags: object) -> None:
             resolve_group(group).refuse(str(error))
 
 
+@outside_of_graphs
 def attend(
     q: Tensor,
     k: Tensor,
@@ -194,15 +196,7 @@ def attend(
     key_length: int | None = None,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp; see `burst_attention`.
-
-    torch.compile breaks its graph here: a compiled graph cannot contain the checks and transfers.
-    """
-    if torch.compiler.is_compiling():
-        from bmburst.attention.uncompiled import uncompiled
-
-        found: tuple[Tensor, Tensor] = uncompiled(attend, q, k, v, length, group, options, key_length, sink)
-        return found
+    """Return the output and the log-sum-exp; see `burst_attention`."""
     comm = resolve_group(group)
     if isinstance(options.mask, tuple):
         return _sample_by_sample(q, k, v, length, comm, options, key_length, sink)

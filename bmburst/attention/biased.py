@@ -13,11 +13,11 @@ One rank alone needs none of this. Nothing grows with the square of the sequence
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields, replace
 
-import torch
 from torch import Tensor
 
 from bmburst.attention.call import DecidedCalls, Executor, SequenceCall, StrategyRequest, head_shapes
 from bmburst.attention.function import SequenceAttention
+from bmburst.attention.graphs import outside_of_graphs
 from bmburst.attention.options import gradient_signature, require_numbers, require_scale, require_transport, scale_of
 from bmburst.attention.ring import Tensors, carry_home, visiting_kv
 from bmburst.comm.checks import CheckedCommunicator, describe_tensors
@@ -155,6 +155,7 @@ class BiasedSequence:
         return self.relations.clone(), whole
 
 
+@outside_of_graphs
 def biased_attention(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, sequence: BiasedSequence, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -180,11 +181,6 @@ def biased_attention(
         UserError: Shapes, dtypes or devices are not supported, the sequence's tensors were changed in place, or the
             ranks of the group disagree.
     """
-    if torch.compiler.is_compiling():
-        from bmburst.attention.uncompiled import uncompiled
-
-        found: tuple[Tensor, Tensor] = uncompiled(biased_attention, q, k, v, table, sequence, scale=scale)
-        return found
     if not isinstance(sequence, BiasedSequence):
         raise UserError(f"sequence must be a BiasedSequence, got {type(sequence).__name__}\n{_HOW_MADE}")
     call = _decide(q, k, v, table, sequence, scale)

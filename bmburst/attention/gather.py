@@ -28,11 +28,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bmburst.attention.call import AttentionCall
+from bmburst.attention.call import AttentionCall, head_shapes_of
 from bmburst.attention.local import local_backward, local_forward, tile_backward, tile_forward
 from bmburst.comm.communicator import Transfer
 from bmburst.comm.memory import tensor_in
-from bmburst.schedule.gather_plan import GatherPlan, GatherShapes, GradientSumPlan, Visibility, make_gather_plan
+from bmburst.schedule.gather_plan import GatherPlan, GradientSumPlan, make_gather_plan
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.merge import merge_partials_, sum_parts
 
@@ -218,16 +218,8 @@ class _GradientExchange:
 
 
 def _plan(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> GatherPlan:
-    shapes = GatherShapes(
-        visibility=Visibility(call.layout, call.length, call.mask),
-        batch=q.shape[0],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        itemsize=q.element_size(),
-        value_dim=v.shape[3],
-    )
-    return make_gather_plan(shapes, call.comm.rank, call.strategy.most_kv_heads)
+    shapes = head_shapes_of(call, q.shape, k.shape, v.shape, q.dtype)
+    return make_gather_plan(shapes, call.length, call.mask, call.comm.rank, call.strategy.most_kv_heads)
 
 
 def _add_up(sums: GradientSumPlan, parts: Tensor, out: Tensor) -> None:

@@ -336,16 +336,11 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             UserError: A token id or label is out of range.
         """
         self._require_whole()
-        first = not self._checked_on_device
-        embedding = self.model.embed_tokens.weight
-        hidden = self._hidden(tokens, positions, length, embedding, mask, keys)
-        head = self._head(embedding)
-        del embedding  # peak memory can be in the loss, which reads only the head
-        return self._losses(hidden, head, labels, check=first or not labels.is_cuda, per_token=per_token)
+        return self.stage_loss(None, tokens, positions, labels, length, mask, per_token=per_token, keys=keys)
 
     def stage_loss(
         self,
-        stream: Tensor,
+        stream: Tensor | None,
         tokens: Tensor,
         positions: Tensor,
         labels: Tensor,
@@ -357,14 +352,14 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     ) -> Tensor:
         """Return the result of `loss` on the last stage of a pipeline.
 
-        `stream` is the result of `advance` on the stage before. The other arguments are those of `loss`.
+        `stream` is the result of `advance` on the stage before; None: there is none. The other arguments are those of
+        `loss`.
         """
-        first = not self._checked_on_device
-        hidden = self._hidden(tokens, positions, length, None, mask, keys, stream)
-        check = first or not labels.is_cuda
-        return self._losses(hidden, self._head(None), labels, check=check, per_token=per_token)
-
-    def _losses(self, hidden: Tensor, head: Tensor, labels: Tensor, *, check: bool, per_token: bool) -> Tensor:
+        check = not (self._checked_on_device and labels.is_cuda)
+        embedding = self.model.embed_tokens.weight if stream is None else None
+        hidden = self._hidden(tokens, positions, length, embedding, mask, keys, stream)
+        head = self._head(embedding)
+        del embedding  # peak memory can be in the loss, which reads only the head
         own = self.tensor.own(labels, pad_value=IGNORE_INDEX)
         return token_loss_sum(hidden, head, own, chunk=self.loss_chunk, check=check, per_token=per_token)
 

@@ -63,7 +63,7 @@ class BlockMover(Protocol):
 
     @property
     def transport(self) -> str:
-        """The library or engine that moves bytes: "peer", "nccl", "gloo" or "threads"."""
+        """The library or engine that moves bytes: "peer", "nccl" or "gloo"; "none" of a rank alone."""
         ...
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:

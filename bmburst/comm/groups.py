@@ -1,16 +1,13 @@
 """Makes communicators: over a process group, over BMTrain's communicator, over the world, or for a single rank.
 
-A single rank has a `LocalCommunicator`, which needs no library. Ranks that are threads, as in tests, have one each.
+A single rank has a `SingleRank`, which needs no library.
 """
 
 import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -19,8 +16,8 @@ from torch import Tensor
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.collectives import BMTrainCommunicator, ProcessGroupCommunicator
-from bmburst.comm.communicator import Communicator, Transfer, device_of
-from bmburst.comm.memory import MessageMover
+from bmburst.comm.communicator import Communicator, CompletedTransfer, Transfer, device_of
+from bmburst.comm.memory import MessageMover, contiguous
 from bmburst.errors import UserError
 
 Split = Callable[[Sequence[Sequence[int]]], CheckedCommunicator]
@@ -98,7 +95,7 @@ def single_rank_group(world: CheckedCommunicator | None = None) -> CheckedCommun
     It uses no communication library: NCCL would allocate GPU memory for it.
     """
     device, always = (torch.device("cpu"), True) if world is None else (world.device, world.always)
-    return CheckedCommunicator(LocalCommunicator(0, [[MessageQueue()]], device), device, always=always)
+    return CheckedCommunicator(SingleRank(device), device, always=always)
 
 
 def process_groups() -> tuple[CheckedCommunicator, Split]:
@@ -171,120 +168,42 @@ def _checked(inner: Communicator) -> CheckedCommunicator:
     return CheckedCommunicator(inner, device, always=device.type == "cpu")
 
 
-_SECONDS = 60.0
-
-
-class LostRank(RuntimeError):
-    """An expected message will not arrive: its sender has ended, or called another operation."""
-
-
-class MessageQueue:
-    """Messages from one rank to another, each with the number of the call that sent it."""
-
-    def __init__(self) -> None:
-        self._messages: SimpleQueue[tuple[int, tuple[Tensor, ...]] | None] = SimpleQueue()
-        self._early: dict[int, tuple[Tensor, ...]] = {}
-
-    def put(self, call: int, tensors: Sequence[Tensor]) -> None:
-        """Send copies of `tensors`."""
-        copies = tuple(t.detach().clone(memory_format=torch.contiguous_format) for t in tensors)
-        self._messages.put((call, copies))
-
-    def close(self) -> None:
-        """Tell the receiver that no more messages will come."""
-        self._messages.put(None)
-
-    def get(self, call: int) -> tuple[Tensor, ...]:
-        """Return the tensors of the sender's call of that number; calls may be waited for in any order.
-
-        Raises:
-            LostRank: The sender closed the queue, or sent nothing for a minute.
-        """
-        while call not in self._early:
-            try:
-                message = self._messages.get(timeout=_SECONDS)
-            except Empty:
-                raise LostRank(f"no message from another rank for {_SECONDS:.0f} s: it skipped a call") from None
-            if message is None:
-                self.close()  # for the next receiver
-                raise LostRank("no message from another rank: it ended, or skipped a call")
-            number, tensors = message
-            self._early[number] = tensors
-        return self._early.pop(call)
-
-
-@dataclass(slots=True)
-class _Received:
-    call: int
-    queues: Sequence[MessageQueue]
-    finish: Callable[[list[tuple[Tensor, ...]]], tuple[Tensor, ...]]
-    arrived: tuple[Tensor, ...] | None = None
-
-    def wait(self) -> tuple[Tensor, ...]:
-        if self.arrived is None:
-            self.arrived = self.finish([queue.get(self.call) for queue in self.queues])
-        return self.arrived
-
-
-class LocalCommunicator(MessageMover):
-    """`Communicator` between threads of one process.
+class SingleRank(MessageMover):
+    """`Communicator` of a rank alone: what it sends to itself arrives at once.
 
     Args:
-        rank: The rank of this thread.
-        queues: `queues[a][b]` carries messages from rank a to rank b.
         device: The device of its outboxes and inboxes.
     """
 
-    transport = "threads"
+    rank, size, transport = 0, 1, "none"
 
-    def __init__(
-        self,
-        rank: int,
-        queues: Sequence[Sequence[MessageQueue]],
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-    ) -> None:
-        self.rank, self.size, self._device = rank, len(queues), device
-        self._to = queues[rank]
-        self._from = [row[rank] for row in queues]
-        self._calls = count()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
-        call = next(self._calls)
-        self._to[(self.rank + shift) % self.size].put(call, tensors)
-        return _Received(call, [self._from[(self.rank - shift) % self.size]], lambda messages: messages[0])
+        del shift
+        return CompletedTransfer(contiguous(tensors))
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
-        return self._swapped(list(tensor), lambda parts: torch.stack(parts))
+        return self.ring(tensor)
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
-        return self._swapped([tensor] * self.size, lambda parts: torch.stack(parts))
+        return self.ring(tensor[None])
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
-        return self._swapped(list(tensor), lambda parts: torch.stack(parts).sum(0, dtype=tensor.dtype))
+        return self.ring(tensor[0])
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
-        return self._swapped([tensor] * self.size, lambda parts: torch.stack(parts).sum(0, dtype=tensor.dtype))
+        return self.ring(tensor.clone())
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], held: tuple[Tensor, ...]) -> Transfer:
-        del held  # sent tensors are copied at once
-
-        def arrive(parts: list[Tensor]) -> Tensor:
-            for buffer, part in zip(incoming, parts, strict=True):
-                buffer.copy_(part)
-            return incoming[0]
-
-        return self._swapped(outgoing, arrive)
-
-    def _swapped(self, parts: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Transfer:
-        call = next(self._calls)
-        for queue, part in zip(self._to, parts, strict=True):
-            queue.put(call, (part,))
-        return _Received(call, self._from, lambda messages: (join([message[0] for message in messages]),))
+        del held
+        return CompletedTransfer((incoming[0].copy_(outgoing[0]),))
 
 
 def in_group(work: Callable[[], int]) -> int:

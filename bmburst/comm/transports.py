@@ -6,7 +6,7 @@ nodes would delay every later hop, and two streams must not share a communicator
 communicators may run at once if every rank launches their transfers in the same order, which the schedule ensures. The
 transport inside a node is chosen separately: there blocks may move directly between GPUs.
 
-Communicators that cannot be split (threads, a user's own) move the blocks of both rings.
+Communicators that cannot be split (a user's own) move the blocks of both rings.
 
 Where GPUs can read each other's memory, `small_sums` adds up small tensors by one kernel. NCCL takes about 25
 microseconds for 8 KiB, and decoding needs two all-reduces in each layer. In a one-shot all-reduce each rank writes its

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from bmburst.amounts import require_flag, short_text
 from bmburst.attention.api import resolve_group
+from bmburst.attention.graphs import outside_of_graphs
 from bmburst.attention.options import MaskOption, require_scale
 from bmburst.comm.transports import device_name
 from bmburst.errors import UserError, require_known
@@ -250,6 +251,7 @@ def burst_scan(
     return _scanned(named, initial_state, recurrence, options, group)
 
 
+@outside_of_graphs
 def burst_causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -287,19 +289,6 @@ def burst_causal_conv(
     Raises:
         UserError: As `burst_linear_attention`.
     """
-    if torch.compiler.is_compiling():
-        found: Tensor | tuple[Tensor, Tensor] = _uncompiled(
-            burst_causal_conv,
-            *(x, weight, bias),
-            activation=activation,
-            mask=mask,
-            layout=layout,
-            length=length,
-            group=group,
-            initial_state=initial_state,
-            final_state=final_state,
-        )
-        return found
     comm = resolve_group(group)
     options = SequenceOptions(
         length=length, mask=mask, layout=layout, has_initial=initial_state is not None, has_final=final_state
@@ -321,6 +310,7 @@ def burst_causal_conv(
     return (out, final) if final_state else out
 
 
+@outside_of_graphs
 def _scanned(
     named: dict[str, Tensor],
     initial_state: Tensor | None,
@@ -329,9 +319,6 @@ def _scanned(
     group: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the output of a recurrence, and the final state if it is wanted. `recurrence` checks the inputs."""
-    if torch.compiler.is_compiling():
-        found: Tensor | tuple[Tensor, Tensor] = _uncompiled(_scanned, named, initial_state, recurrence, options, group)
-        return found
     comm = resolve_group(group)
     device_name(comm)  # collective the first time for a group: no rank may raise alone before it
     with comm.first_calls("burst_linear_attention") as is_first:
@@ -340,13 +327,6 @@ def _scanned(
             comm.require_alike("initial_state of a recurrence", initial_state)
     out, final = SequenceScan.apply(call, initial_state, *named.values())  # type: ignore[no-untyped-call]
     return (out, final) if options.has_final else out
-
-
-def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a function outside of torch.compile's graph, which cannot contain the checks and transfers."""
-    from bmburst.attention.uncompiled import uncompiled
-
-    return uncompiled(function, *args, **options)
 
 
 def _require_attention(named: dict[str, Tensor], kind: str, initial_state: Tensor | None) -> None:

@@ -11,6 +11,5 @@ It is pure arithmetic: nothing here communicates, and only `rates`, which measur
 - `longest.py`: the longest sequence that each mesh can train
 - `inference.py`: memory, lower bounds and times of prefill and decoding
 - `presentation.py`: predictions as text with the command, as JSON and as a picture
-- `accuracy.py` with `data/*.toml`: predictions compared with measured and published numbers
 - `rates.py`: a hardware file measured on this machine
 """

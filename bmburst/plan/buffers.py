@@ -86,12 +86,10 @@ def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:
         results = own.shapes.q_bytes + keys + joined + own.shapes.statistics_bytes
     else:
         results = own.shapes.out_bytes + own.shapes.statistics_bytes
-    inner = Buffers(results, 0.0, 0.0, 0.0)
+    share, working, boxes = 1.0, 0.0, 0.0
     if candidate.ulysses_degree > 1:
-        inner = _heads(candidate, own, results, backward=backward)
-    share = max(own.unit_shares(backward=backward)) if candidate.ulysses_degree > 1 else 1.0
+        share, boxes = _heads(candidate, own, backward=backward)
     kernel = _kernel(candidate, own, share, backward=backward)
-    working, boxes = inner.working, inner.boxes
     if candidate.groups > 1:
         outer = _gather if candidate.outer == "gather" else _ring
         more, more_boxes = outer(own, share, backward=backward)
@@ -108,12 +106,12 @@ def _kernel(candidate: Candidate, own: Sizes, share: float, *, backward: bool) -
     return (own.shapes.q_bytes * wide + shared + 2 * own.shapes.statistics_bytes) * share
 
 
-def _heads(candidate: Candidate, own: Sizes, results: float, *, backward: bool) -> Buffers:
-    """The inbox, and two outboxes of a unit's results; see `bmburst/attention/heads.py`."""
+def _heads(candidate: Candidate, own: Sizes, *, backward: bool) -> tuple[float, float]:
+    """The largest unit; the inbox, and two outboxes of its results; see `bmburst/attention/heads.py`."""
     shares = own.unit_shares(backward=backward)
     inward, outward = own.head_bytes(backward=backward)
     turns = min(_TURNS, len(shares)) if candidate.transport == "peer" else 1
-    return Buffers(results, 0.0, 0.0, inward + turns * outward * max(shares))
+    return max(shares), inward + turns * outward * max(shares)
 
 
 def _gather(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:

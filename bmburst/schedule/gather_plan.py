@@ -17,7 +17,7 @@ from bmburst.schedule.layout import Layout, Run, real_positions, real_tokens
 from bmburst.schedule.mask import Causal, Full, Mask
 from bmburst.schedule.ring_schedule import seen_from
 from bmburst.schedule.tiles import Span, Tile, make_tiles
-from bmburst.schedule.units import Unit, even_units
+from bmburst.schedule.units import HeadShapes, Unit, even_units
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import FULL, IntArray
 
@@ -34,24 +34,6 @@ class Visibility:
     def key_length(self) -> int:
         """Real keys; as many as queries, except in cross-attention."""
         return self.mask.key_length(self.length)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GatherShapes:
-    """Sizes of a gather; `itemsize` in bytes, `value_dim` is the head dimension of values (0: `head_dim`)."""
-
-    visibility: Visibility
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    itemsize: int
-    value_dim: int = 0
-
-    def row_bytes(self, kv_heads: int) -> tuple[int, int]:
-        """Return the bytes of a token's keys and of its values, of some heads."""
-        k, v = (kv_heads * width * self.itemsize for width in (self.head_dim, self.value_dim or self.head_dim))
-        return k, v
 
 
 class PulledTokens(NamedTuple):
@@ -126,21 +108,23 @@ class GatherPlan:
 
 
 @bounded_cache(maxsize=64)
-def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
+def make_gather_plan(shapes: HeadShapes, length: int, mask: Mask, rank: int, most: int) -> GatherPlan:
     """Return a rank's plan.
 
     Args:
-        shapes: Sizes.
+        shapes: Sizes, without an exchange of heads.
+        length: Real tokens of the sequence.
+        mask: The mask.
         rank: The rank.
         most: Maximum KV heads of a unit; 0 for a single unit.
     """
-    visible = shapes.visibility
+    visible = Visibility(shapes.layout, length, mask)
     real, real_keys = _real(visible, rank), _real_keys(visible, rank)
     seen, slots = _seen(visible, rank), _slots(visible, rank)
     units = even_units(shapes.heads, shapes.kv_heads, most)
     sizes = [len(unit.kv_heads) for unit in units]
-    inbound = {heads: _inbound(shapes, rank, heads) for heads in set(sizes)}
-    outbound = {heads: _outbound(shapes, rank, heads) for heads in set(sizes)}
+    inbound = {heads: _inbound(visible, shapes, rank, heads) for heads in set(sizes)}
+    outbound = {heads: _outbound(visible, shapes, rank, heads) for heads in set(sizes)}
     mine, others = real_positions(visible.layout, rank, visible.length), _pulled_positions(visible, rank)
     held = real_positions(visible.layout.keys, rank, visible.key_length)
     backward = _tiles(visible, mine, others, by="keys")
@@ -280,14 +264,14 @@ def _sums(tokens: int, parts: Sequence[Sequence[Span]]) -> GradientSumPlan:
     return GradientSumPlan(tuple(rows), zeroed=False)
 
 
-def _inbound(shapes: GatherShapes, rank: int, kv_heads: int) -> PairExchange:
-    layout, rows = shapes.visibility.layout.keys, shapes.row_bytes(kv_heads)
+def _inbound(visible: Visibility, shapes: HeadShapes, rank: int, kv_heads: int) -> PairExchange:
+    layout, rows = visible.layout.keys, _row_bytes(shapes, kv_heads)
     starts, nbytes = offsets_of([shapes.batch * layout.tokens * row for row in rows])
 
     def route(source: int, target: int) -> Iterator[Move]:
-        seen = _seen(shapes.visibility, target)
+        seen = _seen(visible, target)
         for buffer, row in enumerate(rows):
-            for piece in _from(shapes.visibility, source, target):
+            for piece in _from(visible, source, target):
                 size = (len(piece.tokens) * row, shapes.batch)
                 start = starts[buffer] + piece.tokens.start * row
                 yield Move(
@@ -297,8 +281,8 @@ def _inbound(shapes: GatherShapes, rank: int, kv_heads: int) -> PairExchange:
     return PairExchange(make_exchange(rank, layout.size, nbytes, route), starts)
 
 
-def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> PairExchange:
-    visible, layout, rows = shapes.visibility, shapes.visibility.layout, shapes.row_bytes(kv_heads)
+def _outbound(visible: Visibility, shapes: HeadShapes, rank: int, kv_heads: int) -> PairExchange:
+    layout, rows = visible.layout, _row_bytes(shapes, kv_heads)
     most = max(1, *(_seen(visible, p) for p in range(layout.size)))
     starts, nbytes = offsets_of([shapes.batch * most * row for row in rows])
 
@@ -312,6 +296,11 @@ def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> PairExchange:
                 yield Move(Block(start, *size, seen * row), Block(first * row, *size, real * row, buffer))
 
     return PairExchange(make_exchange(rank, layout.size, nbytes, route), starts)
+
+
+def _row_bytes(shapes: HeadShapes, kv_heads: int) -> list[int]:
+    """Return the bytes of a token's keys and of its values, of some heads."""
+    return [kv_heads * width * shapes.itemsize for width in (shapes.head_dim, shapes.value_width)]
 
 
 def _key_runs(visible: Visibility, rank: int) -> list[Run]:

@@ -181,7 +181,8 @@ def hardware_like(device: str) -> Hardware:
 def read_facts(name: str) -> dict[str, Any]:
     """Return the content of a hardware file: its name, and value, unit, kind and source of each number.
 
-    The kind is "measured" (on this kind of machine), "spec" (manufacturer), "published" (by others) or "assumed".
+    The kind is "measured" (on this kind of machine), "spec" (manufacturer), "published" (by others) or "assumed". A
+    file of the package may name another one, `like`: what it lacks is assumed to be as there.
 
     Raises:
         UserError: As `load_hardware`.
@@ -191,7 +192,7 @@ def read_facts(name: str) -> dict[str, Any]:
     if not is_path and name not in (*shipped(), HOST):
         raise _unknown_hardware(name)
     try:
-        return tomllib.loads((path if is_path else _folder() / f"{name}.toml").read_text(encoding="utf-8"))
+        facts = tomllib.loads((path if is_path else _folder() / f"{name}.toml").read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"hardware {name}: cannot be read: {error.strerror}\nallowed: {', '.join(shipped())}, or a file\n"
@@ -199,6 +200,11 @@ def read_facts(name: str) -> dict[str, Any]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"hardware {name}: is not a TOML file: {error}\nfix: bmburst plan --calibrate") from None
+    if is_path or "like" not in facts:
+        return facts
+    other = read_facts(facts.pop("like"))
+    taken = {key: {**other[key], "kind": "assumed", "source": f"as on {other['name']}"} for key in NUMBERS}
+    return taken | facts
 
 
 def hardware_from(facts: Mapping[str, Any], source: str) -> Hardware:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bmburst.amounts import as_whole, short_text, whole_number
 from bmburst.attention.api import resolve_group
+from bmburst.attention.graphs import outside_of_graphs
 from bmburst.attention.options import gradient_signature
 from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors, is_exact
 from bmburst.errors import UserError
@@ -357,6 +358,7 @@ class SequenceShard:
         return mask.length
 
 
+@outside_of_graphs
 def shard(
     x: Tensor,
     dim: int = 1,
@@ -387,11 +389,6 @@ def shard(
         UserError: The layout is unknown, there are fewer tokens than ranks, the mask is missing or for another number
             of tokens, `x` cannot represent `pad_value`, or the ranks disagree or hold different tensors.
     """
-    if torch.compiler.is_compiling():
-        from bmburst.attention.uncompiled import uncompiled
-
-        found: Tensor = uncompiled(shard, x, dim, layout, group, pad_value, mask)
-        return found
     comm = resolve_group(group)
 
     def decide() -> tuple[tuple[SequenceShard, int], str]:
@@ -408,6 +405,7 @@ def shard(
     return part
 
 
+@outside_of_graphs
 def unshard(
     x_local: Tensor,
     dim: int = 1,
@@ -432,11 +430,6 @@ def unshard(
     Raises:
         UserError: The layout is unknown, the length or the mask does not fit the local tokens, or the ranks disagree.
     """
-    if torch.compiler.is_compiling():
-        from bmburst.attention.uncompiled import uncompiled
-
-        found: Tensor = uncompiled(unshard, x_local, dim, layout, group, length, mask)
-        return found
     comm = resolve_group(group)
 
     def decide() -> tuple[tuple[SequenceShard, int], str]:

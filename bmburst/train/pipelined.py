@@ -6,7 +6,7 @@ states and their gradients move between stages, with shapes that both know.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,31 +20,18 @@ if TYPE_CHECKING:
     from bmburst.blocks.stages import StageLink
 
 
-class StageObjective(Protocol):
-    """The objective of a step, on the last stage."""
-
-    def forward(self, part: LocalBatch, stream: Tensor | None = None) -> Tensor:
-        """Return the scalar of a micro-batch, from the stream of the stage before."""
-
-
 def run_stage(
-    model: "Llama", parts: Sequence[LocalBatch], objective: StageObjective, manager: Any, gathers_once: bool
+    model: "Llama", parts: Sequence[LocalBatch], forward: Callable[[LocalBatch, Tensor], Tensor], gathers_once: bool
 ) -> None:
     """Accumulate the gradient of this rank's stage over the micro-batches of a step.
 
     Args:
         model: This rank's stage of the model.
         parts: The micro-batches, of equal shapes.
-        objective: The objective.
-        manager: BMTrain's `OptimManager`, which scales the loss.
+        forward: See `PipelineStep`.
         gathers_once: Whether weights are gathered once and gradients are reduced once (ZeRO-2).
     """
-
     from bmburst.blocks.stages import gathered, settle_gradients  # they import BMTrain: only after `bmburst.start`
-
-    def forward(part: LocalBatch, stream: Tensor) -> Tensor:
-        scaled: Tensor = manager.scale_loss(objective.forward(part, stream))
-        return scaled
 
     with gathered(model) if gathers_once else nullcontext():
         PipelineStep(model, parts, forward).run()

@@ -39,56 +39,31 @@ class BiasedBlockSizes(NamedTuple):
     queries: BlockSizes
     table: BlockSizes
 
+    @classmethod
+    def of(cls, *kernels: tuple[int, int, int, int]) -> "BiasedBlockSizes":
+        """Return the sizes of the kernels in this order, each as the fields of `BlockSizes`."""
+        return cls(*(BlockSizes(*each) for each in kernels))
+
 
 # For head dim 128 the fastest on an H200. The others were only compiled, for sm_90 and sm_80: the first three kernels
 # do not spill, the table's kernel spills at the end of a run.
 _HOPPER: Table[BiasedBlockSizes] = (
-    (
-        64,
-        BiasedBlockSizes(
-            BlockSizes(128, 64, 8, 3), BlockSizes(64, 128, 8, 2), BlockSizes(128, 64, 8, 2), BlockSizes(128, 64, 8, 2)
-        ),
-    ),
-    (
-        128,
-        BiasedBlockSizes(
-            BlockSizes(128, 64, 8, 3), BlockSizes(64, 128, 8, 2), BlockSizes(64, 64, 4, 2), BlockSizes(64, 64, 8, 2)
-        ),
-    ),
-    (
-        256,
-        BiasedBlockSizes(
-            BlockSizes(128, 32, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 1)
-        ),
-    ),
+    (64, BiasedBlockSizes.of((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2))),
+    (128, BiasedBlockSizes.of((128, 64, 8, 3), (64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2))),
+    (256, BiasedBlockSizes.of((128, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1))),
 )
 _SMALL: Table[BiasedBlockSizes] = (
-    (
-        64,
-        BiasedBlockSizes(
-            BlockSizes(128, 64, 8, 2), BlockSizes(64, 64, 8, 2), BlockSizes(64, 64, 8, 2), BlockSizes(64, 64, 8, 1)
-        ),
-    ),
-    (
-        128,
-        BiasedBlockSizes(
-            BlockSizes(128, 32, 8, 2), BlockSizes(32, 64, 8, 2), BlockSizes(64, 32, 8, 2), BlockSizes(64, 32, 8, 1)
-        ),
-    ),
-    (
-        256,
-        BiasedBlockSizes(
-            BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 1)
-        ),
-    ),
+    (64, BiasedBlockSizes.of((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1))),
+    (128, BiasedBlockSizes.of((128, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1))),
+    (256, BiasedBlockSizes.of((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1))),
 )
 _FP32: Table[BiasedBlockSizes] = (
-    (64, BiasedBlockSizes(*[BlockSizes(32, 32, 8, 1)] * 4)),
-    (128, BiasedBlockSizes(*[BlockSizes(32, 16, 8, 1)] * 4)),
-    (256, BiasedBlockSizes(*[BlockSizes(16, 16, 8, 1)] * 4)),
+    (64, BiasedBlockSizes.of(*[(32, 32, 8, 1)] * 4)),
+    (128, BiasedBlockSizes.of(*[(32, 16, 8, 1)] * 4)),
+    (256, BiasedBlockSizes.of(*[(16, 16, 8, 1)] * 4)),
 )
 # Uneven, so that small tensors cover every path.
-_INTERPRETED: Table[BiasedBlockSizes] = ((256, BiasedBlockSizes(*[BlockSizes(32, 16, 4, 1)] * 4)),)
+_INTERPRETED: Table[BiasedBlockSizes] = ((256, BiasedBlockSizes.of(*[(32, 16, 4, 1)] * 4)),)
 _AT_ONCE = 256  # table entries, or sums of their gradients, that one program converts
 _NUMBERS = 8192  # matrix elements that one program reads to find the largest row
 _BLOCKS_AT_ONCE = 64  # blocks of a line that are classified together

@@ -16,11 +16,9 @@ from bmburst_ops.flash.kernel import (
     BackwardInputs,
     Gradients,
     Kernel,
-    NotAlwaysDeterministic,
     Partial,
     ReferenceKernel,
     Scoring,
-    TwoWidths,
 )
 from bmburst_ops.flash.padded import PaddedKernel
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
@@ -112,8 +110,7 @@ def select_kernel(
     if value_dim is not None and value_dim != q.shape[-1]:
         widest = queries_ahead(q.device, q.dtype, max(q.shape[-1], value_dim))
         kernel = select_kernel(name, widest, widest, deterministic, needs, kernels=kernels)
-        is_able = isinstance(kernel, TwoWidths) and kernel.takes_widths(q, k, value_dim, needs)
-        return kernel if is_able else _padded(kernel)  # type: ignore[arg-type]  # kernels are hashed by identity
+        return kernel if kernel.takes_widths(q, k, value_dim, needs) else _padded(kernel)
     if name == "auto":
         return next(_able(q, k, deterministic, needs, kernels))
     for kernel in kernels:
@@ -147,9 +144,7 @@ def _able(
 
 def _refusal(kernel: Kernel, q: Tensor, k: Tensor, deterministic: bool, needs: frozenset[Need]) -> str | None:
     reason = kernel.refusal(q, k, needs)
-    if reason is None and deterministic and isinstance(kernel, NotAlwaysDeterministic):
-        return kernel.nondeterminism(q, needs)
-    return reason
+    return kernel.nondeterminism(q, needs) if reason is None and deterministic else reason
 
 
 @dataclass(frozen=True, slots=True)

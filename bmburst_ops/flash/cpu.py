@@ -21,6 +21,7 @@ from bmburst_ops.flash.kernel import (
     BackwardInputs,
     BooleanMask,
     Gradients,
+    Kernel,
     Partial,
     Scoring,
     deliver_gradients,
@@ -37,7 +38,7 @@ _ROWS = 512  # queries per call under a window, which is passed as a dense mask:
 TILE_HEAD_DIMS = (32, 64, 128)
 
 
-class CpuKernel:
+class CpuKernel(Kernel):
     """`Kernel` over `aten._scaled_dot_product_flash_attention_for_cpu`.
 
     It is called once per segment, and once per 512 queries of a window: on a CPU a call costs microseconds. Full and
@@ -50,11 +51,10 @@ class CpuKernel:
     """
 
     name = "cpu"
-    recordable = False
-    takes_delta = False
 
     def __init__(self, machine: Machine = HERE, least_scores: int = 1 << 23) -> None:
-        self._machine, self._least_scores = machine, least_scores
+        super().__init__(machine)
+        self._least_scores = least_scores
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""

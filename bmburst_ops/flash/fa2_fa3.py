@@ -24,7 +24,7 @@ from bmburst_ops.flash.inputs import (
     unless_repeating,
     without_cells,
 )
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, Scoring
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Kernel, Partial, Scoring
 from bmburst_ops.flash.mask_corrections import (
     PackedPattern,
     backward_seen,
@@ -33,22 +33,16 @@ from bmburst_ops.flash.mask_corrections import (
     isolate_forward,
 )
 from bmburst_ops.fused import import_package
-from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.merge import surrogate_out
 from bmburst_ops.pattern import Need
 
 _MODULE_2 = "flash_attn.flash_attn_interface"
 
 
-class FlashAttention2Kernel:
+class FlashAttention2Kernel(Kernel):
     """`Kernel` over the private functions of flash-attn 2.7 or newer, dense and varlen: fp16 and bf16."""
 
     name = "fa2"
-    recordable = False
-    takes_delta = False
-
-    def __init__(self, machine: Machine = HERE) -> None:
-        self._machine = machine
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
@@ -124,7 +118,7 @@ _FORWARD_OPTIONS = 20  # k_new to v_descale: arguments that some releases have n
 _OFFSETS, _LENGTHS = slice(4, 6), slice(9, 11)  # of these, cu_seqlens_q and cu_seqlens_k, and max_seqlen_q and _k
 
 
-class FlashAttention3Kernel:
+class FlashAttention3Kernel(Kernel):
     """`Kernel` over `_flash_attn_forward` and `_flash_attn_backward` of FlashAttention-3: fp16 and bf16.
 
     Releases differ in the names of arguments (`out` or `out_`, `causal` or `is_causal`, one window or two numbers), but
@@ -133,11 +127,6 @@ class FlashAttention3Kernel:
     """
 
     name = "fa3"
-    recordable = False
-    takes_delta = False
-
-    def __init__(self, machine: Machine = HERE) -> None:
-        self._machine = machine
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
@@ -151,7 +140,7 @@ class FlashAttention3Kernel:
         return None
 
     def nondeterminism(self, q: Tensor, needs: frozenset[Need] = frozenset()) -> str:
-        """See `NotAlwaysDeterministic`. Builds of 2025 drop the flag (flash-attention pull requests 1766 and 1893)."""
+        """See `Kernel.nondeterminism`. Builds of 2025 drop the flag (flash-attention pull requests 1766 and 1893)."""
         del q, needs
         return "cannot promise a deterministic backward: some builds of FlashAttention-3 ignore the request"
 

@@ -29,7 +29,7 @@ from bmburst_ops.flash.inputs import (
     writable,
     writable_statistic,
 )
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, Scoring
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Kernel, Partial, Scoring
 from bmburst_ops.flash.mask_corrections import (
     PackedPattern,
     backward_seen,
@@ -38,7 +38,6 @@ from bmburst_ops.flash.mask_corrections import (
     isolate_forward,
 )
 from bmburst_ops.fused import import_package
-from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.pattern import BLOCK, FULL, Band, Cells, IntArray, Need, blocks_of
 
 _MODULE = "flash_attn.cute.interface"
@@ -59,7 +58,7 @@ _UNCAPPED_BLOCKS = "cannot do logit softcapping under block-sparse masks"
 _NOT_REPEATING = "has no deterministic backward under block-sparse masks"
 
 
-class FlashAttention4Kernel:
+class FlashAttention4Kernel(Kernel):
     """`Kernel` over `_flash_attn_fwd` and `_flash_attn_bwd` of flash-attn-4 (4.0.0b36): fp16 and bf16.
 
     Each new combination of head dim, mask, GQA ratio, dtype and softcap takes seconds to compile. The package caches
@@ -69,9 +68,6 @@ class FlashAttention4Kernel:
     name = "fa4"
     recordable = True
     takes_delta = True
-
-    def __init__(self, machine: Machine = HERE) -> None:
-        self._machine = machine
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
@@ -105,7 +101,7 @@ class FlashAttention4Kernel:
         return None
 
     def nondeterminism(self, q: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
-        """See `NotAlwaysDeterministic`."""
+        """See `Kernel.nondeterminism`."""
         if "blocks" in needs:
             return _NOT_REPEATING
         if self._machine.capability(q.device)[0] == 12:
@@ -113,7 +109,7 @@ class FlashAttention4Kernel:
         return None
 
     def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
-        """See `TwoWidths`. On Hopper the package chooses its tiles by the head dim of keys, the wider one.
+        """See `Kernel.takes_widths`. On Hopper the package chooses its tiles by the head dim of keys, the wider one.
 
         Its backward takes two widths only if each query head has a KV head of its own.
         """

@@ -1,13 +1,15 @@
 """The interface of all attention kernels, `Kernel`, and its definition in plain torch, `ReferenceKernel`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.pattern import FULL, Cells, Need, Pattern, cell_of, visible_ranges
 
@@ -64,30 +66,53 @@ class Scoring(NamedTuple):
     softcap: float | None = None
 
 
-class Kernel(Protocol):
+class Kernel(ABC):
     """Attention of one tile with its log-sum-exp, forward and backward.
 
     Shapes: q `[batch, queries, heads, head_dim]`; k `[batch, keys, kv_heads, head_dim]` and v `[batch, keys, kv_heads,
     value_dim]`, with heads a multiple of kv_heads (query head h reads KV head `h // (heads / kv_heads)`); any strides.
-    value_dim is head_dim, except for kernels that are `TwoWidths`. A pattern defines which keys each query sees; it is
-    the same for all heads and batches. A query that sees no key has an output of zero, a log-sum-exp of `-inf` and a
-    gradient of zero. A key that no query sees has a gradient of zero.
+    value_dim is head_dim, except where `takes_widths`. A pattern defines which keys each query sees; it is the same for
+    all heads and batches. A query that sees no key has an output of zero, a log-sum-exp of `-inf` and a gradient of
+    zero. A key that no query sees has a gradient of zero.
+
+    Args:
+        machine: Where it runs.
     """
 
     name: str
-    recordable: bool
+    recordable = False
     """Whether calls can be captured in a CUDA graph, and have enough host overhead for that to pay off."""
-    takes_delta: bool
+    takes_delta = False
     """Whether backward uses delta as given. If not, it goes through `surrogate_out`, which cannot express a non-zero
     delta in a row whose dO is zero."""
 
+    def __init__(self, machine: Machine = HERE) -> None:
+        self._machine = machine
+
+    @abstractmethod
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """Return why the kernel does not support these inputs or `needs` on this machine, as a phrase; None if it does.
 
         It runs at every call of attention and must be cheap: it may look for a package, but not import it.
         """
-        ...
 
+    def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
+        """Return whether it takes values of this head dim beside such queries and keys, on q's device.
+
+        If not, it gets padded tensors: `PaddedKernel`.
+        """
+        del q, k, value_dim, needs
+        return False
+
+    def nondeterminism(self, q: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
+        """Return why backward cannot be deterministic on q's device, as a phrase; None if it is on request.
+
+        Backward raises `KernelError` if `deterministic` is requested where it is not supported.
+        """
+        del q, needs
+        return None
+
+    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """Return the tile's output, in q's dtype or wider, and its log-sum-exp, in fp32 or wider.
 
@@ -100,8 +125,8 @@ class Kernel(Protocol):
                 `[batch, heads, queries]`, with any strides and a dense last dimension. A kernel that cannot write there
                 copies its results. Default: new memory.
         """
-        ...
 
+    @abstractmethod
     def backward(
         self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
@@ -113,28 +138,6 @@ class Kernel(Protocol):
             deterministic: Whether repeated calls must give bitwise equal gradients.
             into: Where to write the gradients, shaped as q, k and v, with strides as in forward. Default: new memory.
         """
-        ...
-
-
-@runtime_checkable
-class TwoWidths(Protocol):
-    """A kernel whose values may have another head dim than its keys. Others get padded tensors: `PaddedKernel`."""
-
-    def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
-        """Return whether the kernel takes values of this head dim beside such queries and keys, on q's device."""
-        ...
-
-
-@runtime_checkable
-class NotAlwaysDeterministic(Protocol):
-    """A kernel whose backward is not deterministic everywhere. All other kernels are deterministic on request.
-
-    Its backward raises `KernelError` if `deterministic` is requested where it is not supported.
-    """
-
-    def nondeterminism(self, q: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
-        """Return why backward cannot be deterministic on q's device, as a phrase; None if it can."""
-        ...
 
 
 def deliver(result: Tensor, target: Tensor | None) -> Tensor:
@@ -188,11 +191,10 @@ class BooleanMask:
         return seen, torch.from_numpy(mask)
 
 
-class ReferenceKernel:
+class ReferenceKernel(Kernel):
     """`Kernel` in plain torch, computed in fp32 or wider."""
 
     name = "reference"
-    recordable = False
     takes_delta = True
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
@@ -201,7 +203,7 @@ class ReferenceKernel:
         return None
 
     def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
-        """See `TwoWidths`."""
+        """See `Kernel.takes_widths`."""
         del q, k, value_dim, needs
         return True
 

@@ -19,7 +19,7 @@ from bmburst_ops.flash.kernel import (
 from bmburst_ops.pattern import Need
 
 
-class PaddedKernel:
+class PaddedKernel(Kernel):
     """`Kernel` for values `[batch, keys, kv_heads, value_dim]`, by a kernel that takes one head dim.
 
     Args:

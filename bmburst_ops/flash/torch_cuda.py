@@ -25,7 +25,7 @@ from bmburst_ops.flash.inputs import (
     unless_repeating,
     without_cells,
 )
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, ReferenceKernel, Scoring
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Kernel, Partial, ReferenceKernel, Scoring
 from bmburst_ops.flash.mask_corrections import (
     PackedPattern,
     backward_bottom_right,
@@ -33,20 +33,14 @@ from bmburst_ops.flash.mask_corrections import (
     forward_bottom_right,
     forward_seen,
 )
-from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.merge import surrogate_out
 from bmburst_ops.pattern import CAUSAL, FULL, Need
 
 
-class TorchKernel:
+class TorchKernel(Kernel):
     """`Kernel` over `aten._flash_attention_forward`: fp16 and bf16, Ampere or newer, head dim up to 256."""
 
     name = "torch"
-    recordable = False
-    takes_delta = False
-
-    def __init__(self, machine: Machine = HERE) -> None:
-        self._machine = machine
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
@@ -115,7 +109,7 @@ _OLDEST = 90501  # before cuDNN 9.5.1, dO had to have the strides of O
 _WIDE_HEADS = 91000  # from cuDNN 9.10 on: head dims up to 256, on Hopper only
 
 
-class CudnnKernel:
+class CudnnKernel(Kernel):
     """`Kernel` over `aten._scaled_dot_product_cudnn_attention`: fp16 and bf16.
 
     For GQA, KV heads are expanded during a call. Tiles of one query or one key, which not every cuDNN supports, are
@@ -124,11 +118,6 @@ class CudnnKernel:
     """
 
     name = "cudnn"
-    recordable = False
-    takes_delta = False
-
-    def __init__(self, machine: Machine = HERE) -> None:
-        self._machine = machine
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
@@ -144,12 +133,12 @@ class CudnnKernel:
         return unless_head_dim(q, widest, " here")
 
     def nondeterminism(self, q: Tensor, needs: frozenset[Need] = frozenset()) -> str:
-        """See `NotAlwaysDeterministic`: torch does not ask cuDNN for its deterministic algorithm."""
+        """See `Kernel.nondeterminism`: torch does not ask cuDNN for its deterministic algorithm."""
         del q, needs
         return "has no deterministic backward in torch"
 
     def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
-        """See `TwoWidths`."""
+        """See `Kernel.takes_widths`."""
         del k, needs
         return (q.shape[-1], value_dim) in LATENT_WIDTHS
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.inputs import DeviceVectors, copy_to_device, unless_ampere
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, Scoring
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Kernel, Partial, Scoring
 from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.pattern import (
     CAUSAL,
@@ -284,18 +284,14 @@ _INTERPRETED: Table[FlashBlockSizes] = (
 )
 
 
-class TritonKernel:
+class TritonKernel(Kernel):
     """`Kernel` in Triton for Ampere or newer, and for CPUs in Triton's interpreter, which is for tests.
 
     Gradients are fp32, or in the dtype of `into`. Every call is deterministic.
     """
 
     name = "triton"
-    recordable = False
     takes_delta = True
-
-    def __init__(self, machine: Machine = HERE) -> None:
-        self._machine = machine
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
@@ -313,7 +309,7 @@ class TritonKernel:
         return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {q.device}"
 
     def takes_widths(self, q: Tensor, k: Tensor, value_dim: int, needs: frozenset[Need] = frozenset()) -> bool:
-        """See `TwoWidths`. On GPUs, narrow ones are padded: Triton 3.6 compiles them to wrong results on H200s."""
+        """See `Kernel.takes_widths`. On GPUs not narrow ones: Triton 3.6 compiles them to wrong results on H200s."""
         del k, needs
         narrowest = padded_head_dim(min(q.shape[-1], value_dim))
         return narrowest >= _NARROWEST_OF_TWO or is_interpreted(_kernels().forward)

@@ -8,7 +8,7 @@ import torch
 from bmburst.attention.call import decide, head_shapes
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import LocalCommunicator, MessageQueue
+from bmburst.comm.groups import SingleRank
 from bmburst.comm.transports import device_name
 from bmburst.schedule.cost import Placement
 from bmburst.schedule.hardware import HOST, hardware_like
@@ -23,7 +23,7 @@ OPTIONS = AttentionOptions()
 
 
 def group(*, always: bool = False) -> CheckedCommunicator:
-    return CheckedCommunicator(LocalCommunicator(0, [[MessageQueue()]]), torch.device("cpu"), always=always)
+    return CheckedCommunicator(SingleRank(torch.device("cpu")), torch.device("cpu"), always=always)
 
 
 def inputs(tokens: int = 8, heads: int = 2, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

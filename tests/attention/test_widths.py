@@ -8,8 +8,7 @@ import torch
 import bmburst
 from bmburst.attention.call import decide, head_shapes
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import LocalCommunicator, MessageQueue
+from bmburst.comm.groups import single_rank_group
 from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.layout import Zigzag
@@ -120,7 +119,7 @@ def test_costs_lie_between_those_of_each_width():
 
 
 def test_the_kernels_pads_where_it_takes_one_width():
-    comm = CheckedCommunicator(LocalCommunicator(0, [[MessageQueue()]]), torch.device("cpu"))
+    comm = single_rank_group()
     q, k, v = (torch.zeros(1, 4, 2, width, dtype=torch.float64) for width in (8, 8, 5))
     padded, own = (decide(comm, q, k, v, None, AttentionOptions(kernel=name)).kernel for name in ("cpu", "reference"))
     assert isinstance(padded, PaddedKernel) and padded.name == "cpu" and own.name == "reference"

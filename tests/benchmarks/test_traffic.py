@@ -7,9 +7,10 @@ import pytest
 from benchmarks.attention.cells import Cell, mask_of, sizes
 from benchmarks.attention.methods import traffic
 from bmburst.schedule import make_schedule
-from bmburst.schedule.gather_plan import GatherShapes, Visibility, make_gather_plan
+from bmburst.schedule.gather_plan import make_gather_plan
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.strategy import Strategy
+from bmburst.schedule.units import HeadShapes
 
 TOKENS = 256
 CASES = [
@@ -40,11 +41,11 @@ def cell_and_call(mask, layout, ranks, outer, ring_tensors="kv"):
 @pytest.mark.parametrize(("mask", "layout", "ranks"), CASES)
 def test_a_gather_receives_what_its_exchanges_move(mask, layout, ranks):
     at, call = cell_and_call(mask, layout, ranks, "gather")
-    visibility = Visibility(call.layout, TOKENS, call.mask)
-    shapes = GatherShapes(visibility=visibility, batch=1, heads=4, kv_heads=2, head_dim=8, itemsize=2)
+    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "head_dim": 8, "itemsize": 2, "statistics_itemsize": 4}
+    shapes = HeadShapes(layout=call.layout, degree=1, **sizes)
     inward, home = [], []
     for rank in range(ranks):
-        plan = make_gather_plan(shapes, rank, 1)
+        plan = make_gather_plan(shapes, TOKENS, call.mask, rank, 1)
         inward.append(sum(received(exchange) for exchange, _ in plan.inbound))
         home.append(sum(received(exchange) for exchange, _ in plan.outbound))
     said = traffic(at, call)

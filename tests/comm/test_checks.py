@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bmburst.comm.checks import CheckedCommunicator, Mismatch, contents
-from bmburst.comm.groups import LocalCommunicator, MessageQueue
+from bmburst.comm.groups import SingleRank
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape
 from tests.distributed.threads import on_ranks, run_ranks
@@ -80,7 +80,7 @@ def test_checks_on_demand(monkeypatch):
 
     run_ranks(2, body)
     monkeypatch.setenv("BMBURST_CHECK", "1")
-    switched = CheckedCommunicator(LocalCommunicator(0, [[MessageQueue()]]), torch.device("cpu"), always=False)
+    switched = CheckedCommunicator(SingleRank(torch.device("cpu")), torch.device("cpu"), always=False)
     Mesh(MeshShape(1, 1), 0, switched, switched, switched).set_checks(False)
     assert switched.active
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmburst.comm.groups import LostRank, communicator
+from bmburst.comm.groups import communicator
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape, current_mesh
 from bmburst.schedule.exchange import Block, Move, make_exchange
 from tests.distributed.processes import run_processes
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import LostRank, run_ranks
 from tests.pairs import long
 from tests.refusals import refused
 

@@ -13,17 +13,17 @@ import torch
 
 from bmburst.comm import waits
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import LocalCommunicator, MessageQueue
 from bmburst.comm.shared_memory import SharedMemoryError
 from bmburst.comm.transports import PeerGroups, over_transport
 from tests.distributed.started import Python
+from tests.distributed.threads import MessageQueue, ThreadCommunicator
 from tests.refusals import refused, says
 
 CPU = torch.device("cpu")
 
 
 def group(rank, transport="nccl", size=2):
-    inner = LocalCommunicator(rank, [[MessageQueue() for _ in range(size)] for _ in range(size)])
+    inner = ThreadCommunicator(rank, [[MessageQueue() for _ in range(size)] for _ in range(size)])
     inner.transport = transport
     return CheckedCommunicator(inner, CPU, always=False)
 

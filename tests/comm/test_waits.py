@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import LocalCommunicator, MessageQueue
+from bmburst.comm.groups import single_rank_group
 from bmburst.comm.waits import WaitMeter
 
 
@@ -152,6 +152,6 @@ def test_on_a_cpu_calls_and_waits_of_a_group_are_measured_over_every_transport_o
     now.seconds += 100  # our own work
     assert transfer.wait() == "sum"
     assert meter.read() == 5
-    alone = CheckedCommunicator(LocalCommunicator(0, [[MessageQueue()]]), torch.device("cpu"))
+    alone = single_rank_group()
     alone.meter = meter
     assert torch.equal(alone.all_reduce(torch.ones(1)).wait()[0], torch.ones(1))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bmburst_ops.flash import CAUSAL, FULL, KERNELS, BackwardInputs, Gradients, Scoring
-from bmburst_ops.flash.kernel import NotAlwaysDeterministic
 from bmburst_ops.merge import merge_partials_
 from tests.ops.masks import attention
 from tests.ops.tiles import (
@@ -29,7 +28,7 @@ from tests.ops.tiles import (
 
 def takes(kernel, head_dim=64, dtype=torch.bfloat16, deterministic=False):
     q = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=DEVICE)
-    able = not deterministic or not isinstance(kernel, NotAlwaysDeterministic) or kernel.nondeterminism(q) is None
+    able = not deterministic or kernel.nondeterminism(q) is None
     return able and kernel.refusal(q, q) is None
 
 

@@ -30,7 +30,7 @@ def test_the_wheel_holds_the_files_of_the_packages(wheel: Path) -> None:
     }
     assert held == sources
     assert {f"{package}/py.typed" for package in PACKAGES} <= held
-    assert {"bmburst/schedule/machines/h200.toml", "bmburst/plan/data/measured.toml"} <= held
+    assert "bmburst/schedule/machines/h200.toml" in held
     assert "model_center_ext/configs/llama-3-8b.json" in held
     assert any(name.endswith("/LICENSE") for name in names)
     assert "bmburst = bmburst.cli:main" in scripts

@@ -122,7 +122,7 @@ def test_published_runs_are_met_as_far_as_said(comparisons):
 
 
 def test_measured_rows_are_those_of_the_records():
-    data = tomllib.loads((ROOT / "bmburst/plan/data/measured.toml").read_text())
+    data = tomllib.loads((ROOT / "benchmarks/runs/measured.toml").read_text())
     for row in data["attention"]:
         found = json.loads((ROOT / "benchmarks/results" / row["source"]).read_text())["rows"].get(row["cell"])
         if found is not None:

@@ -9,7 +9,6 @@ import torch
 
 from bmburst.schedule.documents import Documents, PrefixLM
 from bmburst.schedule.gather_plan import (
-    GatherShapes,
     GradientSumPlan,
     SummedTokens,
     Visibility,
@@ -21,6 +20,7 @@ from bmburst.schedule.gather_plan import (
 from bmburst.schedule.layout import make_layout, padded_layout, real_tokens
 from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
 from bmburst.schedule.tiles import Span
+from bmburst.schedule.units import HeadShapes
 from bmburst_ops.pattern import FULL, Segments
 from tests.mask_oracle import random_mask
 from tests.mask_oracle import visible as defined
@@ -64,7 +64,7 @@ cases = pytest.mark.parametrize(
 
 def shapes(at, batch=2, heads=6, kv_heads=3, head_dim=2, itemsize=4):
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "itemsize": itemsize}
-    return GatherShapes(visibility=at, **sizes)
+    return HeadShapes(layout=at.layout, degree=1, statistics_itemsize=4, **sizes), at.length, at.mask
 
 
 def visibility(layout, mask, size, tokens, length=None):
@@ -73,7 +73,7 @@ def visibility(layout, mask, size, tokens, length=None):
 
 
 def plans_of(at, most=0):
-    return [make_gather_plan(shapes(at), rank, most) for rank in range(at.layout.size)]
+    return [make_gather_plan(*shapes(at), rank, most) for rank in range(at.layout.size)]
 
 
 def positions(at, rank):
@@ -275,7 +275,7 @@ def moved(exchange):
 
 def test_halves_of_an_outbox_are_aligned():
     """Kernels write vectors of 16 bytes, and copies are fastest from whole sectors."""
-    plan = make_gather_plan(shapes(visibility("zigzag", Causal(), 3, 6), batch=1, kv_heads=1, head_dim=1), 1, 0)
+    plan = make_gather_plan(*shapes(visibility("zigzag", Causal(), 3, 6), batch=1, kv_heads=1, head_dim=1), 1, 0)
     assert all(exchange.nbytes % 1024 == 0 for exchange, _ in (*plan.inbound, *plan.outbound))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmburst.schedule.documents import Documents, PrefixLM
-from bmburst.schedule.gather_plan import GatherShapes, Visibility, make_gather_plan
+from bmburst.schedule.gather_plan import make_gather_plan
 from bmburst.schedule.layout import (
     LAYOUTS,
     Balanced,
@@ -29,6 +29,7 @@ from bmburst.schedule.layout import (
 )
 from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
 from bmburst.schedule.ring_schedule import tiles
+from bmburst.schedule.units import HeadShapes
 from bmburst_ops.pattern import Cells, blocks_of
 from tests.mask_oracle import random_mask, visible
 from tests.refusals import refused
@@ -181,10 +182,10 @@ def _every_tile(layout, length, mask):
         outer = layout.over_groups(degree)
         for query_rank, key_rank in product(range(outer.size), repeat=2):
             yield from tiles(outer, length, mask, query_rank, key_rank)
-        sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 2, "itemsize": 4}
-        shapes = GatherShapes(visibility=Visibility(outer, length, mask), **sizes)
+        sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 2, "itemsize": 4, "statistics_itemsize": 4}
+        shapes = HeadShapes(layout=outer, degree=1, **sizes)
         for rank in range(outer.size):
-            plan = make_gather_plan(shapes, rank, 0)
+            plan = make_gather_plan(shapes, length, mask, rank, 0)
             yield from (*plan.own, *plan.forward, *plan.backward)
 
 
