@@ -1,6 +1,7 @@
 """Rows of GRPO that all ranks of a sequence group hold: exchanged, packed one after another or as prefix trees."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import Part, SplitSequences
+from bmburst.integrations.transformers_rotary import by_length
 from bmburst.mesh import Mesh
 from bmburst.schedule.documents import Documents
 from bmburst.sequence.packed_tree import pack_tree
@@ -83,7 +85,7 @@ def rows_of_ranks(mesh: Mesh, mine: Mapping[str, Tensor]) -> list[dict[str, Tens
         if unknown := sorted({*names} - _KEYS):
             raise UserError(
                 f"rows have {unknown[0]}, which is not known on split sequences\nallowed: {', '.join(sorted(_KEYS))}\n"
-                "fix: text, without images"
+                "fix: text, without images; of a trainer of your own, leave the key out of the rows"
             )
         if not bool(mine["prompt_mask"].any(1).all()):
             raise UserError("a prompt has no token\nallowed: one or more\nfix: prompts that begin with a token")
@@ -157,3 +159,19 @@ def as_trees(split: SplitSequences, rows: Sequence[Rows]) -> tuple[Part, Placed]
         return [each.placed(torch.cat([next(of_texts) for _ in each.ids])) for each in rows]
 
     return part, placed
+
+
+def with_lengths_of_trl(part: Part, rows: Sequence[Rows], model: nn.Module) -> Part:
+    """Return a part that is refused by a model whose rotary tables would not be those of TRL's calls of the same rows.
+
+    Such tables depend on the largest position of a call, and TRL's positions go on in the padding. With other tables
+    the old log-probabilities of a row would not be those of its loss. A "dynamic" module also depends on the rows that
+    it has seen, which are those of one rank in TRL, so beyond the original length its tables are not known.
+    """
+    padded = {each.ids.shape[1] for each in rows}
+
+    def ends() -> tuple[int, ...]:
+        other = (1,) if any(rotary.is_dynamic for rotary in by_length(model)) else ()
+        return (*part.ends(), *padded, *other)
+
+    return replace(part, ends=ends)

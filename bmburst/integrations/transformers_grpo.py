@@ -27,7 +27,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from bmburst.amounts import require_flag
 from bmburst.errors import UserError, with_fix
 from bmburst.integrations.grpo_arguments import ALLOWED, ARGUMENTS
-from bmburst.integrations.grpo_rows import Rows, Values, as_documents, as_trees, rows_of_ranks
+from bmburst.integrations.grpo_rows import (
+    Rows,
+    Values,
+    as_documents,
+    as_trees,
+    rows_of_ranks,
+    with_lengths_of_trl,
+)
 from bmburst.integrations.trainer_arguments import is_library, require_trl, require_understood
 from bmburst.integrations.transformers import NAME, SplitSequences
 from bmburst.integrations.transformers_layers import outermost
@@ -189,6 +196,7 @@ class SplitRows:
         With `routed`, also the router's loss of the rows, on every rank. Backward takes the gradient of own tokens.
         """
         part, placed = (as_trees if self._share_prompts else as_documents)(self.split, rows)
+        part = with_lengths_of_trl(part, rows, model)
         comm, asked = self.split.mesh.sequence, {"output_router_logits": True} if routed else {}
         with (
             self._trainer.accelerator.autocast(),

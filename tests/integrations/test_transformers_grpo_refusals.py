@@ -143,7 +143,7 @@ def test_arguments_of_the_mixin(tmp_path: Path) -> None:
 
 def test_rows_that_are_not_known(tmp_path: Path) -> None:
     ones = torch.ones(2, 3, dtype=torch.int64)
-    with refused("pixel_values | prompt_ids | fix: text"):
+    with refused("pixel_values | prompt_ids | fix: text | of a trainer of your own"):
         rows_of_ranks(_split().mesh, {"prompt_mask": ones, "pixel_values": ones})
     with refused("a prompt has no token | allowed: one or more"):
         rows_of_ranks(_split().mesh, {"prompt_mask": ones.tril(-1)})
@@ -151,6 +151,20 @@ def test_rows_that_are_not_known(tmp_path: Path) -> None:
     for name in ("pixel_values", "token_type_ids"):
         with refused(f"rows with {name} | allowed: text"):
             trainer._get_per_token_logps_and_entropies(trainer.model, ones, ones, 2, **{name: ones})
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_rotary_tables_that_depend_on_the_padding_of_trl(tmp_path: Path, share_prompts: bool) -> None:
+    """Rows of 6 tokens in 12 columns have the tables of long texts in TRL; rows alone have those of short ones."""
+    own = {"longrope": {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3}, "dynamic": {"factor": 2.0}}
+    ids, mask = torch.ones(2, 12, dtype=torch.int64), (torch.arange(12) >= 6).long().expand(2, -1)
+    for kind, more in own.items():
+        rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 8, **more}
+        model = tiny.transformers_model("llama", attention="bmburst", rope_parameters=rope, max_position_embeddings=8)
+        logps = _trainer(tmp_path, model=model, share_prompts=share_prompts)._get_per_token_logps_and_entropies
+        with refused(f"'{kind}' | tables | to 12 | at most 8 with their padding"):
+            logps(model, ids, mask, 2)
+        assert logps(model, ids[:, 4:], mask[:, 4:], 2)[0].shape == (2, 2)
 
 
 def test_rows_of_one_rank_come_back_as_they_are() -> None:
