@@ -13,7 +13,7 @@ from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RLOOTrainer, SF
 
 from bmburst.integrations.grpo_rows import rows_of_ranks
 from bmburst.integrations.transformers import SplitSequences, recompute, register
-from bmburst.integrations.transformers_grpo import SplitRows, require_read
+from bmburst.integrations.transformers_grpo import SplitRows, _OwnRows, require_read
 from tests import tiny
 from tests.distributed.threads import mesh_of
 from tests.integrations.transformers_grpo_program import PROMPTS, SplitGRPO, rewarded, tokenizer
@@ -92,6 +92,32 @@ def test_a_trainer_that_replaces_the_same_method() -> None:
     other: Any = type("Other", (SplitRows, Mine), {})
     with refused("Mine | _get_per_token_logps_and_entropies | fix: "):
         other(split=_split(), model="folder that does not exist")
+
+
+def test_a_loss_of_what_ranks_gather(tmp_path: Path) -> None:
+    """Before the last turn it is not known. TRL's own methods use it in metrics only, which are dropped then."""
+
+    class Mine(SplitGRPO):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            return super()._compute_loss(model, inputs)
+
+    for kind, is_own in ((SplitGRPO, False), (Mine, True)):
+        trainer = _trainer(tmp_path, kind=kind)
+        turns, count = _OwnRows(trainer, []), torch.tensor([3])
+        turns.begin(0, is_own=True, is_last=False)
+        found = turns.gather(count)
+        assert found.isnan().all() if is_own else torch.equal(found, count)
+        turns.require_known(trainer.split.mesh, torch.tensor(2.0))
+        if is_own:
+            with refused(
+                "the loss of Mine is NaN | in turn | allowed: losses of the rows | fix: leave what is gathered"
+            ):
+                turns.require_known(trainer.split.mesh, found.sum())
+            with refused("the loss of Mine fails (cannot convert float NaN | as floats"), turns.without_others():
+                int(found)
+        turns.begin(1, is_own=False, is_last=True)
+        assert torch.equal(turns.gather(count + 1), count)
+        turns.require_known(trainer.split.mesh, torch.tensor(torch.nan))
 
 
 @pytest.mark.parametrize(
