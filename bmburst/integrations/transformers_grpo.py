@@ -23,7 +23,7 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.amounts import require_flag
@@ -34,6 +34,8 @@ from bmburst.integrations.grpo_rows import (
     Values,
     as_documents,
     as_trees,
+    require_wide,
+    require_wide_rows,
     rows_of_ranks,
     with_lengths_of_trl,
 )
@@ -200,6 +202,8 @@ class SplitRows:
 
         With `routed`, also the router's loss of the rows, on every rank. Backward takes the gradient of own tokens.
         """
+        if self._share_prompts:
+            require_wide_rows(self.split.mesh, model, rows)
         part, placed = (as_trees if self._share_prompts else as_documents)(self.split, rows)
         part = with_lengths_of_trl(part, rows, model)
         comm, asked = self.split.mesh.sequence, {"output_router_logits": True} if routed else {}
@@ -452,23 +456,4 @@ def _require_exact(trainer: Any, layout: str, share_prompts: bool) -> None:
         require_splittable(model, lambda: (1,))
         require_layout(model, layout, is_tree=share_prompts)
         if share_prompts:
-            _require_wide(model, trainer.args.max_completion_length)
-
-
-def _require_wide(model: nn.Module, longest: int | None) -> None:
-    """Check that no completion can be longer than a window of a model's layers, of a row that shares its prompt.
-
-    Otherwise it would be refused in the first step that has such a row. The length of prompts is not known yet.
-
-    Args:
-        model: The model.
-        longest: Most tokens of a completion; None: any number.
-    """
-    layers = DynamicCache(config=model.config).layers  # transformers' own reading of the configuration
-    windows = [window for layer in layers if (window := getattr(layer, "sliding_window", None)) is not None]
-    if windows and (longest is None or min(windows) < longest):
-        raise UserError(
-            f"share_prompts=True with a layer with a window of {min(windows)} tokens, and max_completion_length "
-            f"{longest}\nallowed: rows that no window cuts\nfix: share_prompts=False, or max_completion_length "
-            f"{min(windows)} less the tokens of the prompts"
-        )
+            require_wide(model, trainer.args.max_completion_length)

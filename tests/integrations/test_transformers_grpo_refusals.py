@@ -152,6 +152,11 @@ def test_models(tmp_path: Path) -> None:
     with refused("share_prompts=True | window of 7 tokens | max_completion_length 8 | fix: share_prompts=False"):
         narrow = tiny.transformers_model("mistral", attention="bmburst", sliding_window=7)
         _trainer(tmp_path, share_prompts=True, model=narrow, args={"max_completion_length": 8})
+    logps = _trainer(tmp_path, share_prompts=True, model=narrow, args={"max_completion_length": 7})
+    ids = torch.ones(2, 9, dtype=torch.int64)  # a prompt's length is known in a step only
+    with refused("share_prompts=True | window of 7 tokens | row of 9 | fix: share_prompts=False"):
+        logps._get_per_token_logps_and_entropies(narrow, ids, ids, 2)
+    assert logps._get_per_token_logps_and_entropies(narrow, ids[1:], ids[1:].tril(7), 2)[0].shape == (1, 2)
     with refused("cannot generate with attention 'another' | generate_with"):
         _trainer(tmp_path, generate_with="another")
     for name in ("bmburst", 3):
