@@ -1,15 +1,19 @@
 """Rows of GRPO that all ranks of a sequence group hold: exchanged, packed one after another or as prefix trees."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import Part, SplitSequences
+from bmburst.integrations.transformers_layers import outermost
+from bmburst.integrations.transformers_rotary import by_length
 from bmburst.mesh import Mesh
 from bmburst.schedule.documents import Documents
 from bmburst.sequence.packed_tree import pack_tree
@@ -83,7 +87,7 @@ def rows_of_ranks(mesh: Mesh, mine: Mapping[str, Tensor]) -> list[dict[str, Tens
         if unknown := sorted({*names} - _KEYS):
             raise UserError(
                 f"rows have {unknown[0]}, which is not known on split sequences\nallowed: {', '.join(sorted(_KEYS))}\n"
-                "fix: text, without images"
+                "fix: text, without images; of a trainer of your own, leave the key out of the rows"
             )
         if not bool(mine["prompt_mask"].any(1).all()):
             raise UserError("a prompt has no token\nallowed: one or more\nfix: prompts that begin with a token")
@@ -157,3 +161,69 @@ def as_trees(split: SplitSequences, rows: Sequence[Rows]) -> tuple[Part, Placed]
         return [each.placed(torch.cat([next(of_texts) for _ in each.ids])) for each in rows]
 
     return part, placed
+
+
+def with_lengths_of_trl(part: Part, rows: Sequence[Rows], model: nn.Module) -> Part:
+    """Return a part that is refused by a model whose rotary tables would not be those of TRL's calls of the same rows.
+
+    Such tables depend on the largest position of a call, and TRL's positions go on in the padding. With other tables
+    the old log-probabilities of a row would not be those of its loss. A "dynamic" module also depends on the rows that
+    it has seen, which are those of one rank in TRL, so beyond the original length its tables are not known.
+    """
+    padded = {each.ids.shape[1] for each in rows}
+
+    def ends() -> tuple[int, ...]:
+        other = (1,) if any(rotary.is_dynamic for rotary in by_length(model)) else ()
+        return (*part.ends(), *padded, *other)
+
+    return replace(part, ends=ends)
+
+
+def _windows(model: nn.Module) -> list[int]:
+    """Return the windows of a model's layers, by transformers' own reading of the configuration."""
+    found = outermost(model)
+    layers = [] if found is None else DynamicCache(config=found.config).layers
+    return [window for layer in layers if (window := getattr(layer, "sliding_window", None)) is not None]
+
+
+def require_wide(model: nn.Module, longest: int | None) -> None:
+    """Check that no completion can be longer than a window of a model's layers, of a row that shares its prompt.
+
+    Otherwise it would be refused in the first step that has such a row. The length of prompts is not known yet.
+
+    Args:
+        model: The model.
+        longest: Most tokens of a completion; None: any number.
+
+    Raises:
+        UserError: One can be.
+    """
+    windows = _windows(model)
+    if windows and (longest is None or min(windows) < longest):
+        raise UserError(
+            f"share_prompts=True with a layer with a window of {min(windows)} tokens, and max_completion_length "
+            f"{longest}\nallowed: rows that no window cuts\nfix: share_prompts=False, or max_completion_length "
+            f"{min(windows)} less the tokens of the prompts"
+        )
+
+
+def require_wide_rows(mesh: Mesh, model: nn.Module, rows: Sequence[Rows]) -> None:
+    """Check that no window of a model's layers cuts a row, on all ranks: other groups have other rows. Collective.
+
+    Raises:
+        UserError: A window cuts a row of some rank.
+    """
+    if not (windows := _windows(model)):
+        return
+
+    def decide() -> tuple[None, str]:
+        longest = max(int(each.mask.sum(1).max()) for each in rows)
+        if min(windows) < longest - 1:  # the last token is a label only
+            raise UserError(
+                f"share_prompts=True with a layer with a window of {min(windows)} tokens, and a row of {longest}\n"
+                "allowed: rows that no window cuts\nfix: share_prompts=False"
+            )
+        return None, "rows with shared prompts"
+
+    with mesh.world.checking():
+        mesh.world.decided(decide)

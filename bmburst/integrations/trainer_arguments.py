@@ -129,7 +129,8 @@ def require_loss(trainer: type, mixin: type) -> str:
         raise UserError(
             f"the loss and the evaluation of {kind} were not read, so they may differ on split sequences\n"
             f"allowed: {', '.join(_LOSSES)}, and classes derived from them\n"
-            "fix: for pairs of answers, bmburst train with preferred and rejected answers (docs/fine_tuning.md)"
+            "fix: for GRPOTrainer and RLOOTrainer the mixin SplitRows (docs/hugging_face.md); for pairs of answers, "
+            "bmburst train with preferred and rejected answers (docs/fine_tuning.md)"
         )
     behind = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
     own = next((each for each in behind if "compute_loss" in vars(each) and not is_library(each)), None)

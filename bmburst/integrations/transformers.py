@@ -312,7 +312,7 @@ class Part:
         found: Tensor | None = None
         logits: Tensor | None = None
         random, of_devices = torch.get_rng_state(), get_device_states(self.input_ids)
-        if model not in self.changing:
+        if not isinstance(model, torch.nn.Module) or model not in self.changing:  # other types are refused below
             shape = self.input_ids.shape
             found, logits = computed_in_head(model, shape, compute, lambda: self._call(model, inputs))
         if found is not None:

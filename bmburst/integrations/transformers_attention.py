@@ -273,7 +273,12 @@ class CachedMask:
     def __init__(self, given: object, mask_function: Callable[..., Any]) -> None:
         self.given, self._mask_function = given, mask_function
         if isinstance(given, Tensor) and not given.is_cuda and not bool((given == 1).all()):
-            raise _cannot("padding in generation", "generate from prompts of one length at a time")
+            raise _cannot(
+                "padding without a part of a split batch",
+                "to train: SplitSequences(mesh).part(input_ids, attention_mask=...), "
+                "in GRPO TRL's own method for log-probabilities; "
+                "to generate: prompts of one length at a time",
+            )
 
     def __getitem__(self, places: object) -> "CachedMask":
         """Refuse what models ask for whose last layers compute some of the tokens alone."""

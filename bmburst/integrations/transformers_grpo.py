@@ -11,6 +11,7 @@ ranks, which DDP and FSDP2 compute, is that of the ranks' losses. With `share_pr
 are computed at once as prefix trees; the losses are those of each rank in turn. docs/hugging_face.md is the guide.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,15 +20,25 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.amounts import require_flag
-from bmburst.errors import UserError, with_fix
+from bmburst.errors import UserError, one_line, with_fix
 from bmburst.integrations.grpo_arguments import ALLOWED, ARGUMENTS
-from bmburst.integrations.grpo_rows import Rows, Values, as_documents, as_trees, rows_of_ranks
+from bmburst.integrations.grpo_rows import (
+    Rows,
+    Values,
+    as_documents,
+    as_trees,
+    require_wide,
+    require_wide_rows,
+    rows_of_ranks,
+    with_lengths_of_trl,
+)
 from bmburst.integrations.trainer_arguments import is_library, require_trl, require_understood
 from bmburst.integrations.transformers import NAME, SplitSequences
 from bmburst.integrations.transformers_layers import outermost
@@ -35,6 +46,7 @@ from bmburst.integrations.transformers_models import require_splittable
 from bmburst.integrations.transformers_recurrent import require_layout
 from bmburst.integrations.transformers_router import require_router_loss, router_share, router_shares
 from bmburst.integrations.transformers_trainer import require_known_engine, require_split, still_to_be_prepared
+from bmburst.mesh import Mesh
 from bmburst.recompute import checkpoint
 
 __all__ = ["SplitRows"]
@@ -105,7 +117,9 @@ class SplitRows:
                 # FSDP2 would keep whole gradients instead of its shards.
                 with model.no_sync() if isinstance(model, DistributedDataParallel) and goes_on else nullcontext():
                     turns.begin(rank, is_own=rank == comm.rank, is_last=is_last)
-                    of_rank = super().compute_loss(model, rows, return_outputs)  # type: ignore[misc]
+                    with turns.without_others():
+                        of_rank = super().compute_loss(model, rows, return_outputs)  # type: ignore[misc]
+                    turns.require_known(self.split.mesh, of_rank)
                     loss = loss + of_rank if self._share_prompts and rank else of_rank
                     if rank == comm.rank:
                         own = of_rank.detach()
@@ -188,7 +202,10 @@ class SplitRows:
 
         With `routed`, also the router's loss of the rows, on every rank. Backward takes the gradient of own tokens.
         """
+        if self._share_prompts:
+            require_wide_rows(self.split.mesh, model, rows)
         part, placed = (as_trees if self._share_prompts else as_documents)(self.split, rows)
+        part = with_lengths_of_trl(part, rows, model)
         comm, asked = self.split.mesh.sequence, {"output_router_logits": True} if routed else {}
         with (
             self._trainer.accelerator.autocast(),
@@ -211,6 +228,9 @@ class _OwnRows:
     it would log those of the last turn only. So each rank keeps what TRL passes in the turn of the rank's own rows,
     and passes that in the last turn. The metrics of earlier turns are dropped.
 
+    Before the last turn, what ranks would gather is not known. Methods of the caller's own classes get NaN then, and a
+    loss that depends on it is refused.
+
     Args:
         trainer: The trainer.
         rows: The rows of every rank of the group.
@@ -227,6 +247,7 @@ class _OwnRows:
         self._kept: list[Any] = []
         self._calls = 0
         self._is_own = self._is_last = False
+        self._changed = _changed_class(type(trainer))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.accelerator, name)
@@ -254,7 +275,57 @@ class _OwnRows:
         if self._is_own:
             self._kept.append(tensor)
         self._calls += 1
-        return collective(self._kept[self._calls - 1]) if self._is_last else tensor
+        if self._is_last:
+            return collective(self._kept[self._calls - 1])
+        return tensor if self._changed is None else recursively_apply(_unknown, tensor)
+
+    @contextmanager
+    def without_others(self) -> Iterator[None]:
+        """Inside this block, methods of the caller's own that cannot compute with NaN are refused by name."""
+        try:
+            yield
+        except (IndexError, TypeError, ValueError) as error:
+            if isinstance(error, UserError) or self._changed is None or self._is_last:
+                raise
+            raise self._dependent(f"fails ({one_line(error)})") from error
+
+    def require_known(self, mesh: Mesh, loss: Tensor) -> None:
+        """Check that the loss of a turn does not depend on what ranks gather. Collective over all ranks.
+
+        Raises:
+            UserError: It is not a number before the last turn, in a trainer with methods of the caller's own.
+        """
+        if self._changed is None or self._is_last:
+            return
+
+        def decide() -> tuple[None, str]:
+            if bool(loss.isnan().any()):
+                raise self._dependent("is NaN")
+            return None, "loss of a turn"
+
+        with mesh.world.checking():
+            mesh.world.decided(decide)
+
+    def _dependent(self, what: str) -> UserError:
+        return UserError(
+            f"the loss of {self._changed} {what} without what it gathers or reduces over ranks, which compute their "
+            "rows in turn\n"
+            "allowed: losses of the rows of a rank, and metrics of what is gathered, as floats\n"
+            "fix: leave what is gathered out of the loss; the advantages of rows may hold factors"
+        )
+
+
+def _unknown(tensor: Tensor) -> Tensor:
+    return tensor.new_full(tensor.shape, math.nan, dtype=tensor.dtype if tensor.is_floating_point() else torch.float64)
+
+
+def _changed_class(trainer: type) -> str | None:
+    """Return the name of a class of the caller's own that has methods, or None."""
+    for owner in trainer.__mro__:
+        is_own = not is_library(owner) and owner.__module__.split(".")[0] not in ("builtins", "bmburst")
+        if is_own and any(callable(value) for name, value in vars(owner).items() if not name.startswith("__")):
+            return owner.__name__
+    return None
 
 
 class _Shown(torch.autograd.Function):
@@ -385,23 +456,4 @@ def _require_exact(trainer: Any, layout: str, share_prompts: bool) -> None:
         require_splittable(model, lambda: (1,))
         require_layout(model, layout, is_tree=share_prompts)
         if share_prompts:
-            _require_wide(model, trainer.args.max_completion_length)
-
-
-def _require_wide(model: nn.Module, longest: int | None) -> None:
-    """Check that no completion can be longer than a window of a model's layers, of a row that shares its prompt.
-
-    Otherwise it would be refused in the first step that has such a row. The length of prompts is not known yet.
-
-    Args:
-        model: The model.
-        longest: Most tokens of a completion; None: any number.
-    """
-    layers = DynamicCache(config=model.config).layers  # transformers' own reading of the configuration
-    windows = [window for layer in layers if (window := getattr(layer, "sliding_window", None)) is not None]
-    if windows and (longest is None or min(windows) < longest):
-        raise UserError(
-            f"share_prompts=True with a layer with a window of {min(windows)} tokens, and max_completion_length "
-            f"{longest}\nallowed: rows that no window cuts\nfix: share_prompts=False, or max_completion_length "
-            f"{min(windows)} less the tokens of the prompts"
-        )
+            require_wide(model, trainer.args.max_completion_length)

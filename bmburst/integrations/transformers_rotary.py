@@ -79,10 +79,11 @@ def require_one_frequency(model: torch.nn.Module, ends: Callable[[], tuple[int, 
         allowed = rotary.original - (rotary.longest > rotary.original)
         if longest > allowed and len(same) > 1:
             striped = "" if of_rows else 'SplitSequences(mesh, layout="striped"), or '
+            what = "rows of a tree" if of_rows else "ranks, or rows with their padding,"
             raise UserError(
-                f"rope type {rotary.kind!r} takes its rotary tables from the largest position, and "
-                f"{'rows of a tree' if of_rows else 'ranks'} have {min(each)} to {longest}\n"
-                f'fix: {striped}another rope type: with "dynamic" sequences of at most {allowed}'
+                f"rope type {rotary.kind!r} takes its rotary tables from the largest position, and {what} have "
+                f"{min(each)} to {longest}\n"
+                f"fix: {striped}sequences of at most {allowed} with their padding, or another rope type"
             )
 
 

@@ -15,7 +15,8 @@ from bmburst.amounts import array_of, as_whole, short_text, whole_number
 from bmburst.attention.options import require_dense, require_numbers, require_own_memory
 from bmburst.comm.checks import contents
 from bmburst.errors import UserError
-from bmburst.schedule.tree import Tree, first_positions
+from bmburst.schedule.documents import edges_of
+from bmburst.schedule.tree import Tree
 from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.pattern import IntArray
 
@@ -40,7 +41,7 @@ class PackedTree:
         counted: For each row, which of its labels count, bool `[tokens of the row - 1]`.
 
     Raises:
-        UserError: The sizes do not fit each other.
+        UserError: Sizes or dtypes do not fit each other, or the fields are not those of rows packed under this mask.
     """
 
     tokens: Tensor
@@ -52,23 +53,57 @@ class PackedTree:
 
     def __post_init__(self) -> None:
         tensors = {name: getattr(self, name) for name in ("tokens", "labels", "positions")}
-        of_rows = (*_listed("paths", self.paths), *_listed("counted", self.counted))
-        are_tensors = all(isinstance(each, Tensor) for each in (*tensors.values(), *of_rows))
+        paths, counted = _listed("paths", self.paths), _listed("counted", self.counted)
+        are_tensors = all(isinstance(each, Tensor) for each in (*tensors.values(), *paths, *counted))
         if not isinstance(self.mask, Tree) or not are_tensors:
-            raise UserError(
-                "fields of a packed tree are not tensors and a bmburst.Tree\nfix: bmburst.pack_tree(rows) makes them"
-            )
+            raise _unfit("fields of a packed tree are not tensors and a bmburst.Tree")
+        for each in (*tensors.values(), *paths, *counted):
+            require_dense("fields of a packed tree", each)
+            require_numbers("fields of a packed tree", each)
         sizes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         wrong = next((name for name, shape in sizes.items() if shape != [self.mask.length]), None)
         if wrong is not None:
-            raise UserError(
+            raise _unfit(
                 f"{wrong} of a packed tree have shape {sizes[wrong]}, but the lengths of its nodes sum to "
-                f"{self.mask.length}\nfix: bmburst.pack_tree(rows) makes all fields"
+                f"{self.mask.length}"
             )
-        if [path.shape for path in self.paths] != [row.shape for row in self.counted]:
-            raise UserError(
-                "paths and counted of a packed tree differ in shape\nfix: bmburst.pack_tree(rows) makes both"
-            )
+        if not paths or [path.shape for path in paths] != [row.shape for row in counted]:
+            raise _unfit("paths and counted of a packed tree have no row, or differ in shape")
+        whole = [each.dtype == torch.int64 for each in (*tensors.values(), *paths)]
+        flat = [path.dim() == 1 and len(path) > 0 for path in paths]
+        if not all([*whole, *flat, *(row.dtype == torch.bool for row in counted)]):
+            raise _unfit("fields of a packed tree are not 1-D tensors of int64, or of bool for counted")
+        self._require_rows()
+
+    def _require_rows(self) -> None:
+        """Check that tokens, labels and positions are those of rows that lie in the tree as the mask has it.
+
+        Raises:
+            UserError: They are not: the values of a row would be those of other tokens.
+        """
+        tokens, labels, positions = (each.cpu().numpy() for each in (self.tokens, self.labels, self.positions))
+        edges, parents = edges_of(self.mask.lengths), self.mask.parents
+        if (positions != _positions(self.mask)).any():
+            raise _unfit("positions of a packed tree are not those of its mask")
+        if tokens.min() < 0 or ((labels < 0) & (labels != IGNORE_INDEX)).any():
+            raise _unfit(f"a packed tree has a token below 0, or a label below 0 that is not {IGNORE_INDEX}")
+        # A label is the next token of its node; at the end of a node, the first token of each child.
+        ends = [edges[parent + 1] - 1 for parent in parents]
+        has_next = np.ones(self.length, bool)
+        has_next[edges[1:] - 1] = False
+        inside = (labels != np.roll(tokens, -1)) & has_next & (labels != IGNORE_INDEX)
+        at_ends = labels[ends]
+        across = (at_ends != tokens[edges[:-1]]) & (at_ends != IGNORE_INDEX) & (np.asarray(parents) >= 0)
+        if inside.any() or across.any():
+            raise _unfit("a label of a packed tree is not the token that follows in its rows")
+        for number, (path, counts) in enumerate(zip(self.paths, self.counted, strict=True)):
+            places, last = path.cpu().numpy(), int(path[-1])
+            node = int(np.searchsorted(edges, last, side="right")) - 1
+            is_row = 0 <= last < self.length
+            if not is_row or not np.array_equal(places, _path(parents, edges, node)[: positions[last] + 1]):
+                raise _unfit(f"the path of row {number} of a packed tree is not that of a row under its mask")
+            if (labels[places][counts.cpu().numpy()] == IGNORE_INDEX).any():
+                raise _unfit(f"row {number} of a packed tree counts a label that is {IGNORE_INDEX}")
 
     @property
     def length(self) -> int:
@@ -184,15 +219,14 @@ def pack_tree(
     leaves = [k for k, i in enumerate(order) if k == len(shared) or shared[k] < len(read[i]) - 1]
     nodes = _nodes(read, order, shared, leaves, least, depth)
     mask = Tree([node.parent for node in nodes], [node.stop - node.start for node in nodes])
-    edges = np.concatenate([[0], np.cumsum(mask.lengths)])
+    edges = edges_of(mask.lengths)
     tokens, following = (
         np.concatenate([read[node.row][node.start + shift : node.stop + shift] for node in nodes]) for shift in (0, 1)
     )
-    positions = np.arange(len(tokens)) - np.repeat(edges[:-1] - first_positions(mask), mask.lengths)
     paths: dict[int, IntArray] = {}
     for number, node in enumerate(nodes):
         if node.is_leaf:
-            paths[node.row] = _path(nodes, edges, number)
+            paths[node.row] = _path(mask.parents, edges, number)
     # A row that is a prefix of others ends inside the path of a leaf.
     ends = dict(zip(order, (order[leaves[np.searchsorted(leaves, k)]] for k in range(len(order))), strict=True))
     of_rows = [paths[ends[i]][: len(row) - 1].copy() for i, row in enumerate(read)]
@@ -202,7 +236,7 @@ def pack_tree(
     return PackedTree(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(np.where(unused, IGNORE_INDEX, following)),
-        positions=torch.from_numpy(positions),
+        positions=torch.from_numpy(_positions(mask)),
         mask=mask,
         paths=tuple(map(torch.from_numpy, of_rows)),
         counted=tuple(map(torch.from_numpy, counted)),
@@ -227,6 +261,16 @@ def tree_facts(packed: PackedTree) -> str:
     sizes = torch.tensor([len(path) for path in packed.paths])
     told = [f"{name} {contents(tensor)}" for name, tensor in {**tensors, "tokens of the rows": sizes}.items()]
     return "\n".join([f"tree {packed.mask}", *told])
+
+
+def _positions(mask: Tree) -> IntArray:
+    """Return the position of each token in its rows, `[length]`."""
+    found: IntArray = np.arange(mask.length) - np.repeat(mask.position_offsets, mask.lengths)
+    return found
+
+
+def _unfit(problem: str) -> UserError:
+    return UserError(f"{problem}\nfix: bmburst.pack_tree(rows) makes all fields")
 
 
 class _Node(NamedTuple):
@@ -377,10 +421,10 @@ def _nodes(
     return nodes
 
 
-def _path(nodes: Sequence[_Node], edges: IntArray, leaf: int) -> IntArray:
+def _path(parents: Sequence[int], edges: IntArray, leaf: int) -> IntArray:
     """Return the places of the tokens of a leaf and its ancestors, in the order of their positions."""
     found, node = [], leaf
     while node >= 0:
         found.append(np.arange(edges[node], edges[node + 1]))
-        node = nodes[node].parent
+        node = parents[node]
     return np.concatenate(found[::-1])

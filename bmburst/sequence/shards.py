@@ -12,7 +12,7 @@ from torch import Tensor
 from bmburst.amounts import as_whole, short_text, whole_number
 from bmburst.attention.api import resolve_group
 from bmburst.attention.graphs import outside_of_graphs
-from bmburst.attention.options import gradient_signature
+from bmburst.attention.options import gradient_signature, require_dense
 from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors, is_exact
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
@@ -261,6 +261,8 @@ class SequenceShard:
 
         def decide() -> tuple[None, str]:
             require_tree(packed)
+            if isinstance(values, Tensor):
+                require_dense("values", values)
             if not isinstance(values, Tensor) or values.shape != (1, self.local_tokens) or packed.length != self.length:
                 got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise UserError(

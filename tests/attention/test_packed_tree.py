@@ -134,6 +134,36 @@ def test_bad_rows_are_refused(rows, options, words):
         pack_tree(rows, **options)
 
 
+def _field(name, change):
+    return lambda packed: {name: change(getattr(packed, name))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (_field("tokens", lambda x: x.float()), "int64"),
+        (_field("tokens", lambda x: -x - 1), "token below 0"),
+        (_field("tokens", lambda x: x.flip(0)), "label | token that follows"),
+        (_field("tokens", lambda x: x.to("meta")), "hold numbers | meta"),
+        (_field("labels", lambda x: x + 1), "label | token that follows"),
+        (_field("labels", lambda x: torch.full_like(x, -100)), "row 0 | counts | -100"),
+        (_field("positions", lambda x: x.flip(0)), "positions | mask"),
+        (_field("positions", lambda x: x.to_sparse()), "dense"),
+        (_field("mask", lambda x: Tree([-1], [x.length])), "positions | mask"),
+        (_field("paths", lambda x: (x[0] + 100, *x[1:])), "path of row 0"),
+        (_field("paths", lambda x: (*x[:1], x[1].flip(0), *x[2:])), "path of row 1"),
+        (_field("paths", lambda x: (x[0].double(), *x[1:])), "int64"),
+        (_field("counted", lambda x: (x[0].long(), *x[1:])), "bool"),
+        (lambda _: {"paths": (), "counted": ()}, "no row"),
+    ],
+)
+def test_fields_that_are_not_those_of_rows_are_refused(changes, words):
+    """Values of a row would be those of other tokens; or torch would say that an index is out of range."""
+    packed = pack_tree([[1, 2, 3, 4], [1, 2, 4, 5], [1, 2]], [[1, 2, 3, 4], [1, -100, 4, 5], [1, -100]], least_saved=1)
+    with refused(words, "fix: "):
+        replace(packed, **changes(packed))
+
+
 class Model(torch.nn.Module):
     """Two layers of attention with GQA and positions, in fp64; `attend` maps q, k and v to the output."""
 
@@ -226,4 +256,6 @@ def test_ranks_with_other_rows_are_refused():
         cut.rows(same, torch.zeros(1, 3))
     with refused("tree", "list", "pack_tree"):
         cut.tree(rows)
+    with refused("values | dense"):
+        cut.rows(same, torch.ones(1, 2).to_sparse())
     assert [len(row) for row in cut.rows(same, torch.ones(1, 2))] == [2, 3]

@@ -13,7 +13,7 @@ from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RLOOTrainer, SF
 
 from bmburst.integrations.grpo_rows import rows_of_ranks
 from bmburst.integrations.transformers import SplitSequences, recompute, register
-from bmburst.integrations.transformers_grpo import SplitRows, require_read
+from bmburst.integrations.transformers_grpo import SplitRows, _OwnRows, require_read
 from tests import tiny
 from tests.distributed.threads import mesh_of
 from tests.integrations.transformers_grpo_program import PROMPTS, SplitGRPO, rewarded, tokenizer
@@ -94,6 +94,32 @@ def test_a_trainer_that_replaces_the_same_method() -> None:
         other(split=_split(), model="folder that does not exist")
 
 
+def test_a_loss_of_what_ranks_gather(tmp_path: Path) -> None:
+    """Before the last turn it is not known. TRL's own methods use it in metrics only, which are dropped then."""
+
+    class Mine(SplitGRPO):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            return super()._compute_loss(model, inputs)
+
+    for kind, is_own in ((SplitGRPO, False), (Mine, True)):
+        trainer = _trainer(tmp_path, kind=kind)
+        turns, count = _OwnRows(trainer, []), torch.tensor([3])
+        turns.begin(0, is_own=True, is_last=False)
+        found = turns.gather(count)
+        assert found.isnan().all() if is_own else torch.equal(found, count)
+        turns.require_known(trainer.split.mesh, torch.tensor(2.0))
+        if is_own:
+            with refused(
+                "the loss of Mine is NaN | in turn | allowed: losses of the rows | fix: leave what is gathered"
+            ):
+                turns.require_known(trainer.split.mesh, found.sum())
+            with refused("the loss of Mine fails (cannot convert float NaN | as floats"), turns.without_others():
+                int(found)
+        turns.begin(1, is_own=False, is_last=True)
+        assert torch.equal(turns.gather(count + 1), count)
+        turns.require_known(trainer.split.mesh, torch.tensor(torch.nan))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -126,6 +152,11 @@ def test_models(tmp_path: Path) -> None:
     with refused("share_prompts=True | window of 7 tokens | max_completion_length 8 | fix: share_prompts=False"):
         narrow = tiny.transformers_model("mistral", attention="bmburst", sliding_window=7)
         _trainer(tmp_path, share_prompts=True, model=narrow, args={"max_completion_length": 8})
+    logps = _trainer(tmp_path, share_prompts=True, model=narrow, args={"max_completion_length": 7})
+    ids = torch.ones(2, 9, dtype=torch.int64)  # a prompt's length is known in a step only
+    with refused("share_prompts=True | window of 7 tokens | row of 9 | fix: share_prompts=False"):
+        logps._get_per_token_logps_and_entropies(narrow, ids, ids, 2)
+    assert logps._get_per_token_logps_and_entropies(narrow, ids[1:], ids[1:].tril(7), 2)[0].shape == (1, 2)
     with refused("cannot generate with attention 'another' | generate_with"):
         _trainer(tmp_path, generate_with="another")
     for name in ("bmburst", 3):
@@ -143,7 +174,7 @@ def test_arguments_of_the_mixin(tmp_path: Path) -> None:
 
 def test_rows_that_are_not_known(tmp_path: Path) -> None:
     ones = torch.ones(2, 3, dtype=torch.int64)
-    with refused("pixel_values | prompt_ids | fix: text"):
+    with refused("pixel_values | prompt_ids | fix: text | of a trainer of your own"):
         rows_of_ranks(_split().mesh, {"prompt_mask": ones, "pixel_values": ones})
     with refused("a prompt has no token | allowed: one or more"):
         rows_of_ranks(_split().mesh, {"prompt_mask": ones.tril(-1)})
@@ -151,6 +182,20 @@ def test_rows_that_are_not_known(tmp_path: Path) -> None:
     for name in ("pixel_values", "token_type_ids"):
         with refused(f"rows with {name} | allowed: text"):
             trainer._get_per_token_logps_and_entropies(trainer.model, ones, ones, 2, **{name: ones})
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_rotary_tables_that_depend_on_the_padding_of_trl(tmp_path: Path, share_prompts: bool) -> None:
+    """Rows of 6 tokens in 12 columns have the tables of long texts in TRL; rows alone have those of short ones."""
+    own = {"longrope": {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3}, "dynamic": {"factor": 2.0}}
+    ids, mask = torch.ones(2, 12, dtype=torch.int64), (torch.arange(12) >= 6).long().expand(2, -1)
+    for kind, more in own.items():
+        rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 8, **more}
+        model = tiny.transformers_model("llama", attention="bmburst", rope_parameters=rope, max_position_embeddings=8)
+        logps = _trainer(tmp_path, model=model, share_prompts=share_prompts)._get_per_token_logps_and_entropies
+        with refused(f"'{kind}' | tables | to 12 | at most 8 with their padding"):
+            logps(model, ids, mask, 2)
+        assert logps(model, ids[:, 4:], mask[:, 4:], 2)[0].shape == (2, 2)
 
 
 def test_rows_of_one_rank_come_back_as_they_are() -> None:

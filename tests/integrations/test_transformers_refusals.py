@@ -178,6 +178,8 @@ def test_without_a_split_batch() -> None:
     for mask in (torch.ones_like(IDS), torch.zeros(2, 1, 11, 11)):
         with refused("got a Tensor"):
             model(IDS, attention_mask=mask)
+    with refused("padding without a part | to train: SplitSequences(mesh).part | to generate: "):
+        model(IDS, attention_mask=torch.ones_like(IDS).tril())
     model.set_attn_implementation("sdpa")
     assert model.generate(IDS, max_new_tokens=1).shape == (2, 12)
 

@@ -11,7 +11,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from transformers import DataCollatorWithFlattening, Seq2SeqTrainer, Trainer, TrainingArguments
-from trl import DPOTrainer
+from trl import DPOTrainer, GRPOTrainer
 
 from bmburst import Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
@@ -129,11 +129,11 @@ def test_an_argument_of_a_later_trainer(tmp_path: Path) -> None:
         require_understood(trainer, ["model", "weigh"])
 
 
-@pytest.mark.parametrize("kind", [DPOTrainer, Seq2SeqTrainer])
+@pytest.mark.parametrize("kind", [DPOTrainer, GRPOTrainer, Seq2SeqTrainer])
 def test_a_trainer_that_was_not_read(kind: type) -> None:
     """It is refused before it reads the data. Seq2SeqTrainer weights the last batch of an evaluation otherwise."""
     other: Any = type("Other", (SplitBatches, kind), {})
-    with refused(f"{kind.__name__} were not read | allowed: Trainer, SFTTrainer | docs/fine_tuning.md"):
+    with refused(f"{kind.__name__} were not read | allowed: Trainer, SFTTrainer | SplitRows | docs/fine_tuning.md"):
         other(split=SplitSequences(mesh_of()), model="folder that does not exist")
 
 

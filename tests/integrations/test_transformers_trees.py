@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -164,6 +165,7 @@ REFUSED: list[tuple[Callable[[SplitSequences], object], str]] = [
     (lambda split: split.part(torch.zeros(1, 3).long(), documents=Tree([-1, 0], [1, 2])), "tree=bmburst.pack_tree"),
     (lambda split: split.part(torch.tensor([ROWS[0]])).row_logps(_model()), "row_logps | plain batch | pack_tree"),
     (lambda split: split.part(tree=_tree()).row_logps(_model(), labels=1), "labels | split.part"),
+    (lambda split: split.part(tree=_tree()).row_logps(np.zeros(2)), "ndarray | fix: "),  # which has no hash
     (
         lambda split: split.part(tree=_tree()).loss(_model("mistral", sliding_window=7)),
         "window of 7 | tree | of 13",
