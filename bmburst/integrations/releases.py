@@ -10,27 +10,29 @@ from transformers import __version__
 
 from bmburst.errors import UserError
 
-LEAST = "5.20"
-"""The oldest release. With older ones, some models failed with a traceback, and Phi-3 with "longrope" generated other
-tokens than in transformers."""
+LEAST = "5.17"
+"""The oldest release. With older ones, models with recurrent layers failed with a traceback."""
+LONGROPE = "5.20"
+"""The oldest release for generation with rope type "longrope". With 5.17, Phi-3 generated other tokens."""
 READ = "transformers 5.23 or 5.24"
 """The releases whose layers and functions were read."""
 
 
-def require_release(installed: str | None = None) -> None:
+def require_release(least: str = LEAST, what: str = "run on split sequences", installed: str = __version__) -> None:
     """Check that transformers is new enough.
 
     Args:
-        installed: The version; default: that of this Python.
+        least: The oldest release that is.
+        what: What older ones cannot do.
+        installed: The version.
 
     Raises:
-        UserError: It is older than `LEAST`.
+        UserError: It is older.
     """
-    installed = __version__ if installed is None else installed
-    if _numbers(installed) < _numbers(LEAST):
+    if _numbers(installed) < _numbers(least):
         raise UserError(
-            f"transformers is {installed}, which cannot run on split sequences\nallowed: {LEAST} or newer\n"
-            f"fix: pip install 'transformers>={LEAST}'"
+            f"transformers is {installed}, which cannot {what}\nallowed: {least} or newer\n"
+            f"fix: pip install 'transformers>={least}'"
         )
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from bmburst import Documents, Full
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.integrations.releases import LEAST, require_release
+from bmburst.integrations.releases import LEAST, LONGROPE, require_release
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import Near, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_cache import SplitCache, generate
@@ -127,9 +127,11 @@ def test_a_model_with_a_table_of_attention_classes() -> None:
 
 def test_releases_of_transformers() -> None:
     require_release()
-    require_release("6.0.1")
-    with refused("transformers is 5.19.0 | allowed: 5.20 or newer | fix: pip install 'transformers>=5.20'"):
-        require_release("5.19.0")
+    require_release(installed="6.0.1")
+    with refused("transformers is 5.16.1 | allowed: 5.17 or newer | fix: pip install 'transformers>=5.17'"):
+        require_release(installed="5.16.1")
+    with refused("transformers is 5.19.0 | longrope | allowed: 5.20 or newer"):
+        require_release(LONGROPE, "generate with longrope", installed="5.19.0")
     assert f'"hugging-face": ["transformers>={LEAST}"' in (Path(__file__).parents[2] / "setup.py").read_text()
 
 
