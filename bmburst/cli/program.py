@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from bmburst import __version__
-from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, whole, why_not_text
+from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, at_home, whole, why_not_text
 from bmburst.config import FieldHelpFormatter, nearest_name, short_help, show_rare
 from bmburst.errors import UserError
 from bmburst.launch import last_error
@@ -115,12 +115,14 @@ class CommandParser(argparse.ArgumentParser):
         """
         own = argv[: argv.index("--")] if "--" in argv else argv  # words after "--" belong to a script
         texts = {option for option, action in self._option_string_actions.items() if action.type is any_text}
+        words: list[str] = []
         for before, word in zip(("", *own), own, strict=False):
             is_name = before not in texts and word.partition("=")[0] not in texts
             if (reason := why_not_text(word, is_name=is_name)) is not None:
                 raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the argument")
+            words.append(at_home(word) if is_name else word)
         try:
-            args, rest = self.parse_known_args(list(argv))
+            args, rest = self.parse_known_args([*words, *argv[len(words) :]])
         except UserError:  # a required option may be missing because its name was misspelled
             given = (word.partition("=")[0] for word in own if word.startswith("--"))
             if unknown := next((word for word in given if word not in self._option_string_actions), None):

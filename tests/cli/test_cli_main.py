@@ -12,6 +12,7 @@ import pytest
 
 import bmburst
 from bmburst.cli import COMMANDS, CommandParser, find_command, main
+from bmburst.cli.program import any_text
 from bmburst.errors import UserError
 from tests.refusals import says
 
@@ -147,6 +148,16 @@ def test_words_that_look_like_values_are_values():
     parser = CommandParser(prog="p", description="")
     parser.add_argument("--shift", type=float)
     assert parser.read(["--shift", "-1.5"]).shift == -1.5
+
+
+def test_the_users_folder_is_read_where_no_shell_wrote_it(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = CommandParser(prog="p", description="")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--prompt", type=any_text)
+    parser.add_argument("script", nargs="*")
+    args = parser.read(["--output=~/run", "--prompt", "~/run", "--", "~/it"])
+    assert (args.output, args.prompt, args.script) == (Path("/home/me/run"), "~/run", ["~/it"])
 
 
 def run(*argv, code=None, timeout=60, **options):
