@@ -25,6 +25,7 @@ from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, at_home, whole, why_not_t
 from bmburst.config import FieldHelpFormatter, nearest_name, short_help, show_rare
 from bmburst.errors import UserError
 from bmburst.launch import last_error
+from bmburst.outputs import FULL, write_fix
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -179,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     started, status = time.time(), 1
+    _open_standard_files()
     try:
         status = _caught(words)
     except Exception as error:
@@ -189,6 +191,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if status not in (0, INTERRUPTED) and LAUNCHED not in os.environ:
             _note_command(words, started)
     return status
+
+
+def _open_standard_files() -> None:
+    """Open what a service has closed (`>&-`) on the null device: else prints fail, and sockets get these numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            with contextlib.suppress(OSError):  # it is closed: the call below takes the lowest free number, this one
+                os.close(number)
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: SIM115  # stays
 
 
 def _note_command(words: Sequence[str], started: float) -> None:
@@ -230,6 +242,12 @@ def _caught(words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except OSError as error:
+        if error.errno in FULL and error.filename is None and LAUNCHED not in os.environ:
+            # Files that an option names have messages of their own: this is the output itself.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again in its flush at exit
+            fix = write_fix(error, None, "")
+            print(f"bmburst {command}: cannot write the output: {error.strerror}\nfix: {fix}", file=sys.stderr)
+            return _BAD_INPUT
         # The user gave a path that no file system accepts, or has no permission for it.
         if error.errno not in _BAD_PATHS or error.filename is None or LAUNCHED in os.environ:
             raise

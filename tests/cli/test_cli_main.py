@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -160,10 +161,22 @@ def test_the_users_folder_is_read_where_no_shell_wrote_it(monkeypatch):
     assert (args.output, args.prompt, args.script) == (Path("/home/me/run"), "~/run", ["~/it"])
 
 
-def run(*argv, code=None, timeout=60, **options):
+def run(*argv, code=None, program=None, timeout=60, **options):
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK")}
-    call = [sys.executable, "-c", code] if code else [sys.executable, "-m", "bmburst", *argv]
+    call = [program, *argv] if program else [sys.executable, *(["-c", code] if code else ["-m", "bmburst", *argv])]
     return subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, **options)
+
+
+def test_an_output_that_is_full_or_closed_ends_no_command_with_a_traceback():
+    command = f"{shlex.quote(sys.executable)} -m bmburst"
+    full = run("-c", f"{command} train --help > /dev/full", program="bash")
+    assert full.returncode == 2
+    assert full.stderr == (
+        "bmburst train: cannot write the output: No space left on device\n"
+        "fix: free disk space, or write to another disk\n"
+    )
+    closed = run("-c", f"{command} train --help >&- <&-; echo $?; {command} train --lr x 2>&-; echo $?", program="bash")
+    assert (closed.stdout.split(), closed.stderr) == (["0", "2"], "")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--lr", "1"], ["eval", "--help"]])
