@@ -206,7 +206,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
         """
 
         def resolve(self, kind: type[yaml.Node], value: str | None, implicit: Any) -> str:
-            tag = str(super().resolve(kind, value, implicit))
+            tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
             is_plain = kind is yaml.ScalarNode and implicit[0]
             return _YAML_TEXT if is_plain and _YAML_1_1.fullmatch(f"{tag.rpartition(':')[2]} {value}") else tag
 
