@@ -227,6 +227,7 @@ def _caught(words: Sequence[str]) -> int:
         if command not in COMMANDS:
             raise _unknown_command(command)
         _require_open_files()
+        _require_working_folder()
         return _run(command, words[1:])
     except UserError as error:
         if LAUNCHED in os.environ:
@@ -305,6 +306,18 @@ def _require_open_files() -> None:
             f"fix: ulimit -n {_ENOUGH_FILES}; in a service set LimitNOFILE, in a container --ulimit nofile="
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _require_working_folder() -> None:
+    """Check that the folder in which the command was started is still there.
+
+    Raises:
+        UserError: It is not.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory was removed\nfix: cd to a folder that exists") from None
 
 
 def find_command(name: str) -> Any:

@@ -330,7 +330,7 @@ def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> 
     shape = hugging_face.read_config(directory)
     hugging_face.check_weights(directory, shape)
     if tuned is not None:
-        tuned.lora.require_model(shape)
+        tuned.require_model(shape)
         tuned.require_shapes(adapter.adapter_shapes(tuned.lora, hugging_face.expected_shapes(shape)))
         tuned.require_base(base_model.Base.open(directory, shape))
     shape.require_packing(config.pack)
@@ -338,5 +338,15 @@ def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> 
 
 
 def user_cache() -> Path:
-    """Return the folder of this user's cache of tokenized texts."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bmburst"
+    """Return the folder of this user's cache of tokenized texts.
+
+    Raises:
+        UserError: The user has no folder, as containers may run programs.
+    """
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if folder.startswith("~"):
+        raise UserError(
+            f"user {os.getuid()} has no home folder, where tokens of texts are kept\n"
+            "fix: set HOME, or XDG_CACHE_HOME, to a folder where you have write permission"
+        )
+    return Path(folder) / "bmburst"

@@ -179,6 +179,13 @@ def test_an_output_that_is_full_or_closed_ends_no_command_with_a_traceback():
     assert (closed.stdout.split(), closed.stderr) == (["0", "2"], "")
 
 
+def test_a_working_folder_that_was_removed_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    says(refused(capsys, "train", "--steps", "1"), "working directory was removed | fix: cd")
+
+
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--lr", "1"], ["eval", "--help"]])
 def test_help_and_refusals_need_neither_torch_nor_yaml(argv):
     heavy = "{'torch', 'numpy', 'yaml', 'bmtrain', 'matplotlib', 'tqdm'}"
