@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bmburst.blocks.dtypes import dtype_of
 from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verified_together, warn
-from bmburst.checkpoint.sharded_files import on_every_rank
+from bmburst.checkpoint.sharded_files import on_every_rank, require_same
 from bmburst.data import (
     TokenFile,
     evaluation_batches,
@@ -169,6 +169,7 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     corpus = _open(config, tokenizer, say_left_out if runtime.rank == 0 else lambda _: None)
     for file in corpus.files:
         on_every_rank(file.verify if runtime.rank == 0 else lambda: None)
+        require_same(f"data {config.data}", file.fingerprint)
     corpus.require_vocab(shape.vocab_size)
     model = Llama(
         shape,
