@@ -181,11 +181,15 @@ def require_folder(option: str, path: Path) -> None:
     Raises:
         UserError: No file can be written there.
     """
+    why = ""
     try:
-        tempfile.TemporaryFile(dir=_existing(path)).close()
+        there = _existing(path)
+        if there.is_symlink() and not there.exists():
+            why = f"{there} is a link to {there.readlink()}, which does not exist"
+        tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise UserError(
-            f"{option} {path}: no file can be written there: {error.strerror}\n"
+            f"{option} {path}: no file can be written there: {why or error.strerror}\n"
             "fix: give a folder where you have write permission"
         ) from None
 
