@@ -197,10 +197,11 @@ def _open_standard_files() -> None:
     """Open what a service has closed (`>&-`) on the null device: else prints fail, and sockets get these numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            with contextlib.suppress(OSError):  # it is closed: the call below takes the lowest free number, this one
-                os.close(number)
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: SIM115  # stays
+            try:
+                os.fstat(number)  # a process of multiprocessing has None too, and may have a pipe of its own there
+            except OSError:
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number, this one
+            setattr(sys, name, open(os.devnull, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: SIM115  # stays
 
 
 def _note_command(words: Sequence[str], started: float) -> None:
