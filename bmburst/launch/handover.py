@@ -6,7 +6,6 @@ resolves the request, and the other ranks get it through the ranks' store.
 """
 
 import contextlib
-import hashlib
 import importlib
 import json
 import os
@@ -16,13 +15,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
-from bmburst import __version__
 from bmburst.errors import UserError
 from bmburst.launch import devices
 from bmburst.launch.rank import FOLDER, REQUEST, limit_teardown
@@ -33,9 +28,8 @@ Request = Mapping[str, Any]
 Settle = Callable[[int | None], AbstractContextManager[tuple[Request | None, LaunchSpec]]]
 """Decides and checks all that ranks do, once. It gets the number of ranks if another launcher has started them; this is
 rank 0 then. In its context are the request to the ranks, None if there is nothing to do, and how they are watched."""
-_KEY, _READERS, _VERSIONS = "request", "ranks that have read it", "versions"
+_KEY, _READERS = "request", "ranks that have read it"
 _BAD_INPUT = 2
-_ARRIVAL = 300.0  # seconds that rank 0 waits for a rank to come; launchers start all ranks at about the same time
 _FAREWELL = 60.0  # seconds that rank 0 waits for ranks that are still starting
 
 
@@ -80,7 +74,6 @@ def _run_joined_rank(module: str, settle: Settle) -> int:
 
     store, world = join(), int(os.environ["WORLD_SIZE"])
     if os.environ["RANK"] != "0":
-        store.set(f"{_VERSIONS}/{os.environ['RANK']}", _versions())
         told = json.loads(store.get(_KEY).decode())
         store.add(_READERS, 1)
         if isinstance(told, int):
@@ -92,7 +85,6 @@ def _run_joined_rank(module: str, settle: Settle) -> int:
     with contextlib.ExitStack() as stack:
         try:
             request, spec = stack.enter_context(settle(world))
-            _require_versions(store, world)
         except BaseException:
             _tell(store, _BAD_INPUT, world)
             raise
@@ -102,41 +94,6 @@ def _run_joined_rank(module: str, settle: Settle) -> int:
         told = {"request": request, "limits": limits, "token": secrets.token_hex(8)}
         store.set(_KEY, json.dumps(told))
         return _watched(module, **told)
-
-
-def _versions() -> str:
-    """Return the host, and what must be the same on all: versions, and a digest of this package's code."""
-    digest, root = hashlib.blake2b(digest_size=4), Path(__file__).parents[1]
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}".encode() + path.read_bytes())
-    found = [f"bmburst {__version__} (code {digest.hexdigest()})"]
-    for name in ("torch", "bmtrain"):
-        with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return f"host {gethostname()}\n{', '.join(found)}"
-
-
-def _require_versions(store: Any, world: int) -> None:
-    """Check in rank 0 that the ranks of all hosts run the same code: they would exchange what the others do not expect.
-
-    Raises:
-        UserError: They do not.
-    """
-    here, own = _versions().split("\n")
-    for rank in range(1, world):
-        try:
-            store.wait([f"{_VERSIONS}/{rank}"], timedelta(seconds=_ARRIVAL))
-            there, other = store.get(f"{_VERSIONS}/{rank}").decode().split("\n")
-        except RuntimeError:  # the store's time is over
-            raise UserError(
-                f"rank {rank} has not started, or has another version of bmburst\n"
-                "fix: start the command on every node, with the same versions"
-            ) from None
-        if other != own:
-            raise UserError(
-                f"rank {rank} on {there} has {other}; rank 0 on {here} has {own}\n"
-                "fix: install the same versions on every node, or run from a folder that they share"
-            )
 
 
 def _tell(store: Any, status: int, world: int) -> int:

@@ -9,11 +9,10 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
 
 from bmburst.cli import main
 from bmburst.errors import UserError
-from bmburst.launch import devices, handover
+from bmburst.launch import devices
 from bmburst.launch import launcher as launch
 from bmburst.launch.agent import Outcome, RankEnd
 from bmburst.launch.launcher import LaunchSpec
@@ -267,13 +266,3 @@ def test_ranks_ended_from_outside(tmp_path):
     result = launch_result(SPEC, Outcome(failed=[end(0, -15), end(1, -15)]), tmp_path)
     assert result.status == 1
     says(result.message, "bmburst: rank 0, 1", "SIGTERM", "outside", lines=1)
-
-
-def test_ranks_that_run_another_version_are_named():
-    own = handover._versions().encode()
-    store = HashStore()
-    store.set("versions/1", own)
-    store.set("versions/2", b"host b\nbmburst 0.0.9 (code 00000000)")
-    handover._require_versions(store, 2)
-    with refused("rank 2 on host b has bmburst 0.0.9 (code 00000000)", "rank 0 on host", "fix: install the same"):
-        handover._require_versions(store, 3)
