@@ -3,6 +3,8 @@
 import hashlib
 import math
 import operator
+import os
+import re
 import unicodedata
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ TOKENS_TOO = "also as 64K for 65536"
 """The suffixes that `tokens` accepts, for help and messages."""
 GIB_TOO = "also as 128G, 512M or 1T"
 """The suffixes that `gibibytes` accepts."""
+_HOME = re.compile(r"(?:^|(?<=[=,]))~(?=/)")
 _UNITS = (("M", 1 << 20), ("K", 1 << 10))
 
 
@@ -96,6 +99,14 @@ def why_not_text(text: str, *, is_name: bool = True) -> str | None:
         if is_name and kind in ("Cc", "Zl", "Zp"):
             return "holds a control character"
     return None
+
+
+def at_home(text: str) -> str:
+    """Return a path, or NAME=PATH, with the user's folder for a leading `~/`.
+
+    A shell replaces it only at the beginning of a word, and files have no shell: a run folder named `~` would be made.
+    """
+    return _HOME.sub(lambda _: os.path.expanduser("~"), text)
 
 
 def numbers(option: str, text: str, read: Callable[[str], int] = whole) -> tuple[int, ...]:

@@ -181,7 +181,15 @@ def current_mesh() -> Mesh | None:
 
 @contextmanager
 def using_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """Make `mesh` the current mesh until the block ends; None: there is no current mesh."""
+    """Make `mesh` the current mesh until the block ends; None: there is no current mesh.
+
+    Raises:
+        UserError: It is neither.
+    """
+    if not isinstance(mesh, Mesh | None):
+        raise UserError(
+            f"mesh must be a bmburst.Mesh or None, got {type(mesh).__name__}\nfix: bmburst.Mesh.over_bmtrain()"
+        )
     token = _current.set(mesh)
     try:
         yield

@@ -145,13 +145,30 @@ def write_text(option: str, path: Path, text: str) -> None:
             partial.write_text(text, encoding="utf-8")
 
 
+def write_fix(error: OSError, path: Path | None, otherwise: str) -> str:
+    """Return what to do about a file that cannot be written.
+
+    Args:
+        error: Why it cannot.
+        path: The file, which need not exist; None: which one is not known.
+        otherwise: What to do where space is not what is missing.
+    """
+    if error.errno == errno.EFBIG:
+        return "raise the limit of a file's size (ulimit -f), or write to another file system"
+    if error.errno in FULL:
+        left = "" if path is None else f", {bytes_text(free_bytes(path))} are left"
+        return f"free disk space{left}, or write to another disk"
+    return otherwise
+
+
 @contextlib.contextmanager
 def explained_write(option: str, path: Path) -> Iterator[None]:
     """Turn an OSError of writing a file, which an option names, into a UserError."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{option} {path}: cannot be written: {error.strerror}\nfix: give another file") from None
+        fix = write_fix(error, path, "give another file")
+        raise UserError(f"{option} {path}: cannot be written: {error.strerror}\nfix: {fix}") from None
 
 
 def require_folder(option: str, path: Path) -> None:
@@ -164,11 +181,15 @@ def require_folder(option: str, path: Path) -> None:
     Raises:
         UserError: No file can be written there.
     """
+    why = ""
     try:
-        tempfile.TemporaryFile(dir=_existing(path)).close()
+        there = _existing(path)
+        if there.is_symlink() and not there.exists():
+            why = f"{there} is a link to {there.readlink()}, which does not exist"
+        tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise UserError(
-            f"{option} {path}: no file can be written there: {error.strerror}\n"
+            f"{option} {path}: no file can be written there: {why or error.strerror}\n"
             "fix: give a folder where you have write permission"
         ) from None
 

@@ -19,7 +19,7 @@ from bmburst.checkpoint.base_model import Base
 from bmburst.checkpoint.files import newest_complete
 from bmburst.checkpoint.four_bit import Dequantized
 from bmburst.checkpoint.model_center import ATTENTION_PLACES
-from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, on_every_rank
+from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, on_every_rank, require_same
 from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
 from bmburst.config.fields import shown
@@ -28,6 +28,7 @@ from bmburst.errors import UserError
 from bmburst_ops.dtypes import name_of
 
 if TYPE_CHECKING:
+    from bmburst.blocks.config import LlamaConfig
     from bmburst.blocks.model import Llama
 
 CONFIG_FILE, STEM = "adapter_config.json", "adapter_model"
@@ -131,6 +132,19 @@ class Adapter:
             named = "names no model" if self.base is None else f"names the model {self.base}, which is not here"
             raise UserError(f"{self.directory} {named}\nfix: {option}, the model it was trained on")
         return given or Path(self.base or "")
+
+    def require_model(self, model: "LlamaConfig") -> None:
+        """Check that the settings apply to a model: `LoRAConfig.require_model`, with what to do about an adapter.
+
+        Raises:
+            UserError: They do not.
+        """
+        try:
+            self.lora.require_model(model)
+        except UserError as error:
+            found = str(error).rpartition("\nfix: ")[0]
+            fix = f"give the model that it was trained on, or {_INSTEAD}"
+            raise UserError(f"{self.directory / CONFIG_FILE}: {found}\nfix: {fix}") from None
 
     def require_base(self, base: Base) -> None:
         """Check that the adapter was trained on a model, by the sample of weights. PEFT's adapters have none and pass.
@@ -352,7 +366,7 @@ def open_merged(adapter: Path, base: Path | None, option: str = "--base DIR") ->
     found = open_adapter(adapter)
     weights = hugging_face.open_weights(found.find_base(base, option))
     shapes = {name: file.shapes[inside] for name, (file, inside) in weights.places.items()}
-    found.lora.require_model(weights.config)
+    found.require_model(weights.config)
     found.require_shapes(adapter_shapes(found.lora, shapes))
     found.require_base(Base.of(weights.directory, shapes, weights.read))
     return replace(weights, adapter=found, base=None if found.four_bit is None else Dequantized(found.four_bit))
@@ -429,6 +443,7 @@ def load(model: "Llama", directory: Path, base: Base | None = None) -> None:
 
     on_every_rank(check)
     assert adapter is not None
+    require_same(f"adapter {directory}", repr(Base.of(directory, adapter.file.shapes, adapter.file.read).sample))
     for shard in shards:
         if shard.count:
             scatter_piece(shard, shard.read(partial(adapter.file.read, peft_name(shard.name))))

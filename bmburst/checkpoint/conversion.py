@@ -29,7 +29,7 @@ from bmburst.config import read_json
 from bmburst.data.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
 from bmburst.data.tokenizer_folder import TOKENIZER_FILE, require_tokenizer
 from bmburst.errors import UserError, require_known
-from bmburst.outputs import replacing
+from bmburst.outputs import replacing, write_fix
 from bmburst_ops.dtypes import name_of
 
 FAMILIES = (HUGGING_FACE, "bmburst", MODEL_CENTER)
@@ -129,9 +129,8 @@ def convert(
                 if not (partial / name).exists():
                     shutil.copyfile(path, partial / name)
     except OSError as error:
-        raise UserError(
-            f"cannot write {output}: {error.strerror}\nfix: make room, or give another directory"
-        ) from error
+        fix = write_fix(error, output, "give a directory where you have write permission")
+        raise UserError(f"cannot write {output}: {error.strerror}\nfix: {fix}") from error
     return Converted(
         family=weights.family,
         tensors=len(plan),

@@ -38,6 +38,7 @@ from bmburst.checkpoint.sharded_files import (
     on_every_rank,
     os_error_as_user_error,
     parts_of,
+    require_same,
 )
 from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
@@ -210,6 +211,17 @@ class Weights:
     adapter: "Adapter | None" = None
     base: Dequantized | None = None
 
+    def sample(self) -> tuple[float, ...]:
+        """Return some numbers of the weights, and of the adapter alone, which distinguish models of the same shape."""
+        from bmburst.checkpoint.base_model import Base
+
+        shapes = {name: file.shapes[inside] for name, (file, inside) in self.places.items()}
+        own = Base.of(self.directory, shapes, self.read).sample
+        if self.adapter is None:
+            return own
+        file = self.adapter.file
+        return own + Base.of(self.directory, file.shapes, file.read).sample
+
     def read(self, name: str, begin: int, end: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return the elements [begin, end) of the flattened weight, in the file's dtype.
 
@@ -279,18 +291,23 @@ def load(model: "Llama", directory: str | Path) -> None:
     Every rank must call it. Each rank reads only its own shards, so the directory must be visible on every host.
 
     Raises:
-        UserError: On all ranks, if `check_weights` fails on a rank, or a number is out of range for fp16 weights.
+        UserError: On all ranks, if `check_weights` fails on a rank, a rank's directory holds another model, or a number
+            is out of range for fp16 weights.
     """
     from bmburst.blocks.four_bit import quantized_linears
+    from bmburst.checkpoint.base_model import Base
     from bmburst.zero import named_shards, scatter_piece
 
     files: Mapping[str, TensorFile] = {}
+    sample: tuple[float, ...] = ()
 
     def open_files() -> None:
-        nonlocal files
-        files = check_weights(directory, model.config)
+        nonlocal files, sample
+        files, shapes = check_weights(directory, model.config), expected_shapes(model.config)
+        sample = Base.of(Path(directory), shapes, lambda name, begin, end: files[name].read(name, begin, end)).sample
 
     on_every_rank(open_files)
+    require_same(f"weights of {directory}", repr(sample))
     shards, beyond, quantized = named_shards(model), "", quantized_linears(model)
 
     def read(name: str, dtype: torch.dtype, begin: int, end: int) -> Tensor:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -282,7 +283,8 @@ def on_every_rank(action: Callable[[], Result], all_gather: Callable[[Any], list
     try:
         result = action()
     except UserError as error:
-        problem = (str(error),)
+        # Rank 0 shows it, perhaps on another host, where a file may be there that this one lacks.
+        problem = (f"rank {bmt.rank()} on host {gethostname()}: {error}" if bmt.rank() else str(error),)
     except OSError as error:
         problem = (error.errno, error.strerror, None if error.filename is None else str(error.filename))
     everywhere = (all_gather or bmt.store.allgather_objects)((result, problem))
@@ -290,6 +292,25 @@ def on_every_rank(action: Callable[[], Result], all_gather: Callable[[Any], list
         if found is not None:
             raise UserError(*found) if len(found) == 1 else OSError(*found)
     return [each for each, _ in everywhere]
+
+
+def require_same(what: str, contents: str) -> None:
+    """Check that all ranks have read the same file. Hosts may have files of their own under the same name.
+
+    Args:
+        what: The file, for the message.
+        contents: What tells its contents from those of another.
+
+    Raises:
+        UserError: On all ranks, if one has read another file than rank 0.
+    """
+    found = on_every_rank(lambda: (contents, gethostname()))
+    first, host = found[0]
+    if other := next(((rank, own[1]) for rank, own in enumerate(found) if own[0] != first), None):
+        raise UserError(
+            f"{what}: rank {other[0]} on host {other[1]} has read another one than rank 0 on host {host}\n"
+            "fix: give all hosts the same files, for example in a folder that they share, by its whole path"
+        )
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from bmburst.errors import UserError
 from bmburst.launch.beginning import Beginning
 from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
-from bmburst.outputs import require_file
+from bmburst.outputs import explained_write, require_file
 
 if TYPE_CHECKING:
     from bmburst.inference.generator import Generator
@@ -233,7 +233,8 @@ class _AnswerPrinter:
         total = sum(map(len, self._prompts))
         with ExitStack() as stack:
             if self._output is not None and self._is_main:
-                self._file = stack.enter_context(self._output.open("w", encoding="utf-8"))
+                self._file = self._output.open("w", encoding="utf-8")
+                stack.callback(self._close, self._file)
             computed = stack.enter_context(progress_bar("prefill", total, " tokens", is_main=self._is_main))
             progress = Progress(tokens=computed, text=self._text, answer=self._answer)
             answers = generator.generate(self._prompts, self._options, progress=progress)
@@ -242,6 +243,11 @@ class _AnswerPrinter:
         if self._is_main:
             _summarize(answers)
         return answers
+
+    def _close(self, file: TextIO) -> None:
+        assert self._output is not None
+        with explained_write("--output", self._output):  # a network's disk may say only here that it is full
+            file.close()
 
     def _text(self, prompt: int, sample: int, text: str) -> None:
         del prompt, sample
@@ -262,9 +268,10 @@ class _AnswerPrinter:
             self._written += 1
 
     def _show(self, answer: "Answer") -> None:
-        if self._file is not None:
-            self._file.write(answer.to_json() + "\n")
-            self._file.flush()
+        if self._file is not None and self._output is not None:
+            with explained_write("--output", self._output):
+                self._file.write(answer.to_json() + "\n")
+                self._file.flush()
         elif not self._streams:
             is_text = not self._are_lines and answer.text is not None
             print(answer.text if is_text else answer.to_json(), flush=True)

@@ -21,10 +21,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from bmburst import __version__
-from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, whole, why_not_text
+from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, at_home, whole, why_not_text
 from bmburst.config import FieldHelpFormatter, nearest_name, short_help, show_rare
 from bmburst.errors import UserError
 from bmburst.launch import last_error
+from bmburst.outputs import FULL, write_fix
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -115,12 +116,14 @@ class CommandParser(argparse.ArgumentParser):
         """
         own = argv[: argv.index("--")] if "--" in argv else argv  # words after "--" belong to a script
         texts = {option for option, action in self._option_string_actions.items() if action.type is any_text}
+        words: list[str] = []
         for before, word in zip(("", *own), own, strict=False):
             is_name = before not in texts and word.partition("=")[0] not in texts
             if (reason := why_not_text(word, is_name=is_name)) is not None:
                 raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the argument")
+            words.append(at_home(word) if is_name else word)
         try:
-            args, rest = self.parse_known_args(list(argv))
+            args, rest = self.parse_known_args([*words, *argv[len(words) :]])
         except UserError:  # a required option may be missing because its name was misspelled
             given = (word.partition("=")[0] for word in own if word.startswith("--"))
             if unknown := next((word for word in given if word not in self._option_string_actions), None):
@@ -177,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     started, status = time.time(), 1
+    _open_standard_files()
     try:
         status = _caught(words)
     except Exception as error:
@@ -187,6 +191,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if status not in (0, INTERRUPTED) and LAUNCHED not in os.environ:
             _note_command(words, started)
     return status
+
+
+def _open_standard_files() -> None:
+    """Open what a service has closed (`>&-`) on the null device: else prints fail, and sockets get these numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(number)  # a process of multiprocessing has None too, and may have a pipe of its own there
+            except OSError:
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number, this one
+            setattr(sys, name, open(os.devnull, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: SIM115  # stays
 
 
 def _note_command(words: Sequence[str], started: float) -> None:
@@ -213,6 +228,7 @@ def _caught(words: Sequence[str]) -> int:
         if command not in COMMANDS:
             raise _unknown_command(command)
         _require_open_files()
+        _require_working_folder()
         return _run(command, words[1:])
     except UserError as error:
         if LAUNCHED in os.environ:
@@ -228,6 +244,12 @@ def _caught(words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except OSError as error:
+        if error.errno in FULL and error.filename is None and LAUNCHED not in os.environ:
+            # Files that an option names have messages of their own: this is the output itself.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again in its flush at exit
+            fix = write_fix(error, None, "")
+            print(f"bmburst {command}: cannot write the output: {error.strerror}\nfix: {fix}", file=sys.stderr)
+            return _BAD_INPUT
         # The user gave a path that no file system accepts, or has no permission for it.
         if error.errno not in _BAD_PATHS or error.filename is None or LAUNCHED in os.environ:
             raise
@@ -285,6 +307,18 @@ def _require_open_files() -> None:
             f"fix: ulimit -n {_ENOUGH_FILES}; in a service set LimitNOFILE, in a container --ulimit nofile="
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _require_working_folder() -> None:
+    """Check that the folder in which the command was started is still there.
+
+    Raises:
+        UserError: It is not.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory was removed\nfix: cd to a folder that exists") from None
 
 
 def find_command(name: str) -> Any:

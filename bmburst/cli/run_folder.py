@@ -24,6 +24,7 @@ from bmburst.train.schedule import learning_rate
 RUN_TRACES = (METRICS_FILE, "checkpoints")
 # Errors when writing metrics, plot and sample. Data, weights and checkpoints have their own messages.
 _CANNOT_WRITE = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+_NO_RUN = (LOCK_FILE, TRAINING_LOCK, f".{CONFIG_FILE}.")  # the last is written by a run that has the lock
 
 _LEFTOVER = 20.0  # seconds that ranks may outlive a launcher that was killed
 
@@ -185,7 +186,7 @@ def check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
     """
     require_no_file(folder)
     if folder.is_dir():
-        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith((LOCK_FILE, TRAINING_LOCK)))
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith(_NO_RUN))
         found = [name for name in names if traces is None or name in traces]
         if found and not (found == [CONFIG_FILE] and _is_run_config(folder / CONFIG_FILE)):
             raise _occupied(folder, found[0])

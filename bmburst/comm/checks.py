@@ -335,6 +335,7 @@ _ONE_BATCH = (
 _GRADIENT = "call it under the same grad mode, with the same inputs that require a gradient, on every rank"
 _EQUAL = "pass the same value on every rank"
 _FIXES = (
+    (re.compile(r"^weights "), "give all hosts the same files of the model, in a folder that they share"),
     (re.compile(r"#[0-9a-f]{8}$|^documents "), _ONE_BATCH),  # values of a batch: a digest of `contents`, documents
     (re.compile(r"\d\[\d|shape \["), f"equal shapes and dtypes; {_ONE_BATCH}"),
     (re.compile(r"with(out)? gradient$"), _GRADIENT),

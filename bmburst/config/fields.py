@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, gibibytes, tokens, why_not_text
+from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, at_home, gibibytes, tokens, why_not_text
 from bmburst.errors import UserError, unknown
 
 _SPEC = "bmburst.field"
@@ -223,15 +223,23 @@ def convert_value(name: str, value: Any, annotation: Any, spec: FieldSpec) -> An
         with contextlib.suppress(UserError):
             return convert_value(name, value, part, spec)
     if len(parts) > 1 or (isinstance(value, int) and abs(value) > MOST):
-        raise misfit(name, value, describe_allowed(annotation, spec))
+        raise misfit(name, value, describe_allowed(annotation, _to_most(value, spec)))
     if _origin(inner) is tuple:
         return _convert_tuple(name, value, inner, spec)
     if choices := choices_of(inner, spec):
         return _convert_choice(name, value, choices)
     converted = _converted(value, inner, spec)
     if converted is None or (isinstance(converted, int | float) and not spec.admits(converted)):
-        raise misfit(name, value, describe_allowed(annotation, spec))
+        raise misfit(name, value, describe_allowed(annotation, _to_most(value, spec)))
     return converted
+
+
+def _to_most(value: Any, spec: FieldSpec) -> FieldSpec:
+    """Return the declaration with `MOST` as its bound where a value has so many digits that this is what it misses."""
+    is_bounded = spec.maximum is not None or spec.below is not None
+    text = value.strip() if isinstance(value, str) else ""
+    is_long = (text.isdecimal() and len(text) >= len(str(MOST))) or (isinstance(value, int) and abs(value) > MOST)
+    return dataclasses.replace(spec, maximum=MOST) if is_long and not is_bounded else spec
 
 
 def _converted(value: Any, inner: Any, spec: FieldSpec) -> Any:
@@ -317,14 +325,15 @@ def _to_float(value: Any) -> float | None:
 
 
 def _to_text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value and why_not_text(value) is None else None
+    return at_home(value) if isinstance(value, str) and value and why_not_text(value) is None else None
 
 
 def _to_path(value: Any) -> Path | None:
     if not isinstance(value, Path | str) or not str(value) or why_not_text(str(value)) is not None:
         return None
-    sizes = [len(part.encode()) for part in str(value).split("/")]
-    return Path(value) if max(sizes) <= _MOST_NAME and sum(sizes) + len(sizes) <= _MOST_PATH else None
+    whole = at_home(str(value))
+    sizes = [len(part.encode()) for part in whole.split("/")]
+    return Path(whole) if max(sizes) <= _MOST_NAME and sum(sizes) + len(sizes) <= _MOST_PATH else None
 
 
 _CONVERTERS: Mapping[Any, Callable[[Any], Any]] = types.MappingProxyType(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -13,6 +14,8 @@ from bmburst.outputs import replacing
 
 _MOST_JSON, _MOST_CONFIG = 256 << 20, 1 << 20  # bytes; parsing YAML takes seconds per MiB
 _MOST_DEPTH, _MOST_INTEGER = 64, 2**64
+_YAML_1_1 = re.compile(r"timestamp .*|int [-+]?0[0-9_]+|(int|float) .*:.*", re.DOTALL)
+_YAML_TEXT = "tag:yaml.org,2002:str"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -196,7 +199,16 @@ def _parse_yaml(path: Path, text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """SafeLoader that refuses duplicate keys, where YAML keeps the last, and adds positions to errors of values."""
+        """SafeLoader that refuses duplicate keys, where YAML keeps the last, and adds positions to errors of values.
+
+        What YAML 1.1 alone reads as a number or a date is text, which is then read as on the command line: 0100 is 64
+        to YAML 1.1 and 100 to YAML 1.2, and 1:30 is 90.
+        """
+
+        def resolve(self, kind: type[yaml.Node], value: str | None, implicit: Any) -> str:
+            tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
+            is_plain = kind is yaml.ScalarNode and implicit[0]
+            return _YAML_TEXT if is_plain and _YAML_1_1.fullmatch(f"{tag.rpartition(':')[2]} {value}") else tag
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
             keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))

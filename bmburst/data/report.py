@@ -77,12 +77,17 @@ class LengthReport:
 
 
 def notes_of(file: TokenFile) -> Iterator[str]:
-    """Yield the lines about what has no effect in the text of a token file, and what is left out of it."""
+    """Yield the lines about what is left out of a token file, has no effect in it, and stands in it several times."""
     for reason, count in file.notes.get("left_out", {}).items():
         yield f"left out: {_counted(count, 'records')}, {reason}"
     if columns := file.notes.get("columns"):
         more = f" and {len(columns) - _COLUMNS:,} more" if len(columns) > _COLUMNS else ""
         yield f"columns without effect: {', '.join(columns[:_COLUMNS])}{more}"
+    firsts = file.record_starts[:-1] if file.groups else slice(None, None, 1 + file.pairs)
+    keys = np.asarray(file.document_keys)[firsts]
+    if repeats := len(keys) - len(np.unique(keys)):
+        what = "pairs" if file.pairs else "documents" if file.loss_mask is None else "records"
+        yield f"repeated: {repeats:,} of {len(keys):,} {what} are copies of another"
 
 
 def notes_on_ends(file: TokenFile, tokenizer: PromptTokenizer) -> Iterator[str]:

@@ -27,6 +27,7 @@ TEXT_SUFFIXES = (
 PARQUET_SUFFIX = ".parquet"
 _PARQUET = b"PAR1"
 _TABLES = {".csv": "read_csv", ".tsv": "read_table"}  # as pandas reads them
+_AS_TEXT = "dtype=str, keep_default_na=False"  # or an answer None or NA is missing, and 1.10 is a number
 # Files of a data set's folder that are no data, and the names by which the hub tells its splits.
 _CARDS = ("readme", "license", "licence", "citation")
 _TRAIN = ("train", "training")
@@ -61,8 +62,8 @@ def find_sources(inputs: Sequence[str | Path], on_skip: Callable[[str], object] 
     """Return all files of `inputs`, in an order that depends only on names.
 
     Args:
-        inputs: Files, directories (searched recursively for `TEXT_SUFFIXES`, `JSONL_SUFFIXES`, also compressed, and
-            Parquet files, without hidden files), or "stdlib" for the sources of the running Python.
+        inputs: Files, directories (searched recursively, also behind links, for `TEXT_SUFFIXES`, `JSONL_SUFFIXES`, also
+            compressed, and Parquet files, without hidden files), or "stdlib" for the sources of the running Python.
         on_skip: Called with a line about each kind of files in a directory that are not read.
 
     Raises:
@@ -112,7 +113,8 @@ def _kind(path: Path, *, named: bool) -> Literal["text", "jsonl", "json", "parqu
         raise UserError(
             f"'{path}' is a table, whose lines would be read as plain text\n"
             "allowed: JSONL or Parquet of records; plain text with another suffix, such as .txt\n"
-            f"fix: pandas.{_TABLES[suffix]}('{path.name}').to_json('{path.stem}.jsonl', orient='records', lines=True)"
+            f"fix: pandas.{_TABLES[suffix]}('{path.name}', {_AS_TEXT})"
+            f".to_json('{path.stem}.jsonl', orient='records', lines=True)"
         )
     if suffix == PARQUET_SUFFIX or (named and _is_parquet(path)):
         return "parquet"
@@ -208,7 +210,7 @@ def _standard_library() -> list[SourceFile]:
 def _walk(
     root: Path, leave_out: frozenset[str] = frozenset(), on_error: Callable[[OSError], object] | None = None
 ) -> Iterator[Path]:
-    """Yield the files under `root`, sorted by relative path, without hidden files and caches.
+    """Yield the files under `root`, also in linked folders, sorted by relative path, without hidden files and caches.
 
     Args:
         root: The folder.
@@ -216,10 +218,19 @@ def _walk(
         on_error: Called with the error of each folder that cannot be listed.
     """
     found = []
-    for folder, folders, names in os.walk(root, onerror=on_error):
+    for folder, folders, names in os.walk(root, onerror=on_error, followlinks=True):
         folders[:] = [f for f in folders if not f.startswith(".") and f != "__pycache__" and f not in leave_out]
+        folders[:] = [f for f in folders if not _leads_back(root, Path(folder, f))]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _leads_back(root: Path, folder: Path) -> bool:
+    """Return whether a folder under `root` is a link to a folder that it lies in, so that a walk would not end."""
+    if not folder.is_symlink():
+        return False
+    above = folder.parents[: len(folder.parents) - len(root.parents)]
+    return folder.resolve() in [each.resolve() for each in above]
 
 
 def _listed(kinds: Counter[str]) -> str:

@@ -12,7 +12,6 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.amounts import bytes_text
 from bmburst.checksum import text_of, with_checksum
 from bmburst.data.documents import Document
 from bmburst.data.token_file import (
@@ -28,7 +27,7 @@ from bmburst.data.token_file import (
 )
 from bmburst.data.tokenizer import Tokenizer
 from bmburst.errors import UserError
-from bmburst.outputs import FULL, free_bytes, replacing
+from bmburst.outputs import replacing, write_fix
 
 BATCH_CHARACTERS = 4 << 20
 _COLUMNS = 3  # columns of the table of documents: end of its tokens, end of its bytes, key; then its weight
@@ -119,9 +118,7 @@ def _write(
         ):
             fill(_Writer(file, rows, tokenizer, mask if masked else None, notes))
     except OSError as error:
-        fix = "give a folder where you have write permission"
-        if error.errno in FULL:
-            fix = f"free disk space, {bytes_text(free_bytes(path))} are left, or give a folder on another disk"
+        fix = write_fix(error, path, "give a folder where you have write permission")
         raise UserError(
             f"cannot write token file '{path}': {error.strerror or error}\n"
             f"fix: {fix}: --output, in bmburst train --data.cache"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bmburst.amounts import bytes_text, require_function
+from bmburst.amounts import bytes_text, digest, require_function
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.dtypes import DTYPE_NAMES, dtype_of
@@ -312,7 +312,10 @@ def _opened(
         )
     kind = model.dtype(dtype) if isinstance(model, Source) else torch.float32  # of another model, any will do here
     inference_memory(config, comm, cache, kind, chunk_tokens)  # raises for cache and chunk_tokens
-    return model, f"Generator\n{config}\ncache {cache}\ndtype {kind}\nchunk_tokens {chunk_tokens}\nkernel {kernel}"
+    told = f"Generator\n{config}\ncache {cache}\ndtype {kind}\nchunk_tokens {chunk_tokens}\nkernel {kernel}"
+    if comm.size > 1 and isinstance(model, Source):  # hosts may have other files under the same name
+        told += f"\nweights {digest(np.array(model.weights.sample()))}"
+    return model, told
 
 
 def device_of_rank(comm: CheckedCommunicator) -> torch.device:

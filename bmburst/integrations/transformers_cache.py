@@ -298,11 +298,14 @@ def generate(
                 "fix: a layer of attention in layer_types"
             )
         cache.require_behind(input_ids)
-        if attention_mask is not None and getattr(attention_mask, "shape", None) != input_ids.shape:
+        if attention_mask is not None:
             shape = list(input_ids.shape)
-            raise UserError(f"attention_mask must be a tensor {shape} as input_ids is\nfix: leave it out")
-        if attention_mask is not None and not bool((attention_mask == 1).all()):
-            raise UserError("attention_mask has padding\nfix: generate from prompts of one length at a time")
+            if not isinstance(attention_mask, Tensor) or list(attention_mask.shape) != shape:
+                raise UserError(f"attention_mask must be a tensor {shape} as input_ids is\nfix: leave it out")
+            require_dense("attention_mask", attention_mask)
+            require_numbers("attention_mask", attention_mask)
+            if not bool((attention_mask == 1).all()):
+                raise UserError("attention_mask has padding\nfix: generate from prompts of one length at a time")
         _require_options(model, options)
         if options.get("synced_gpus") and cache.has_split_states:
             raise UserError(

@@ -87,7 +87,7 @@ def require_device(device: object) -> None:
     """
     try:
         torch.empty(0, device=device)  # type: ignore[call-overload]  # it raises then
-    except (TypeError, RuntimeError, AssertionError) as error:  # the last where torch has no such backend
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # the last: torch has no such backend
         raise UserError(
             f"device {device!r} cannot be used: {one_line(error)[:100]}\n"
             "fix: the device of the tokens, such as tokens.device"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bmburst.blocks.dtypes import dtype_of
 from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verified_together, warn
-from bmburst.checkpoint.sharded_files import on_every_rank
+from bmburst.checkpoint.sharded_files import on_every_rank, require_same
 from bmburst.data import (
     TokenFile,
     evaluation_batches,
@@ -169,6 +169,7 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     corpus = _open(config, tokenizer, say_left_out if runtime.rank == 0 else lambda _: None)
     for file in corpus.files:
         on_every_rank(file.verify if runtime.rank == 0 else lambda: None)
+        require_same(f"data {config.data}", file.fingerprint)
     corpus.require_vocab(shape.vocab_size)
     model = Llama(
         shape,
@@ -330,7 +331,7 @@ def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> 
     shape = hugging_face.read_config(directory)
     hugging_face.check_weights(directory, shape)
     if tuned is not None:
-        tuned.lora.require_model(shape)
+        tuned.require_model(shape)
         tuned.require_shapes(adapter.adapter_shapes(tuned.lora, hugging_face.expected_shapes(shape)))
         tuned.require_base(base_model.Base.open(directory, shape))
     shape.require_packing(config.pack)
@@ -338,5 +339,15 @@ def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> 
 
 
 def user_cache() -> Path:
-    """Return the folder of this user's cache of tokenized texts."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bmburst"
+    """Return the folder of this user's cache of tokenized texts.
+
+    Raises:
+        UserError: The user has no folder, as containers may run programs.
+    """
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if folder.startswith("~"):
+        raise UserError(
+            f"user {os.getuid()} has no home folder, where tokens of texts are kept\n"
+            "fix: set HOME, or XDG_CACHE_HOME, to a folder where you have write permission"
+        )
+    return Path(folder) / "bmburst"

@@ -304,8 +304,8 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
         runtime: This rank; rank 0 shows progress and skipped files.
 
     Raises:
-        UserError: On all ranks, if the text or the tokenizer cannot be read on a host, or there are token ids outside
-            the model's vocabulary.
+        UserError: On all ranks, if the text or the tokenizer cannot be read on a host, a host has another text, or
+            there are token ids outside the model's vocabulary.
     """
     return _of_sources(config, partial(_open_one, folder=folder, runtime=runtime))
 
@@ -336,7 +336,7 @@ def open_validation(
 
 
 def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:
-    from bmburst.checkpoint.sharded_files import on_every_rank
+    from bmburst.checkpoint.sharded_files import on_every_rank, require_same
 
     cache = token_cache(config, folder)
     is_main = runtime.rank == 0
@@ -353,6 +353,7 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
 
     on_every_rank(prepare)
     corpus = opened()
+    require_same(f"data {config.data.source}", corpus.fingerprint)
     corpus.require_vocab(config.model.vocab_size)
     return corpus
 

@@ -174,7 +174,7 @@ def test_bad_input():
             cut.under(mask)
     with refused("length | whole number | 'x'"):
         bmburst.Causal().key_length("x")
-    for device in ("x", 3.5, "xpu"):
+    for device in ("x", 3.5, "xpu", 10**30):
         with refused(f"device {device!r} | fix: "):
             cut.positions(device)
     for length, size, rank, words in (

@@ -233,3 +233,5 @@ def test_a_file_of_somebody_else_is_not_replaced(model: Path, tmp_path: Path, ca
         out = tmp_path / "answers.jsonl"
         run(capsys, *given[:-1], str(out), "--max-new-tokens", "2")
         assert len(out.read_text().splitlines()) == 1
+    assert main(["generate", *given[:-1], "/dev/full"]) == 2
+    assert "\nbmburst generate: --output /dev/full: cannot be written: No space" in capsys.readouterr().err

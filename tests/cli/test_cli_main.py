@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import pytest
 
 import bmburst
 from bmburst.cli import COMMANDS, CommandParser, find_command, main
+from bmburst.cli.program import any_text
 from bmburst.errors import UserError
 from tests.refusals import says
 
@@ -149,10 +151,39 @@ def test_words_that_look_like_values_are_values():
     assert parser.read(["--shift", "-1.5"]).shift == -1.5
 
 
-def run(*argv, code=None, timeout=60, **options):
+def test_the_users_folder_is_read_where_no_shell_wrote_it(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = CommandParser(prog="p", description="")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--prompt", type=any_text)
+    parser.add_argument("script", nargs="*")
+    args = parser.read(["--output=~/run", "--prompt", "~/run", "--", "~/it"])
+    assert (args.output, args.prompt, args.script) == (Path("/home/me/run"), "~/run", ["~/it"])
+
+
+def run(*argv, code=None, program=None, timeout=60, **options):
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK")}
-    call = [sys.executable, "-c", code] if code else [sys.executable, "-m", "bmburst", *argv]
+    call = [program, *argv] if program else [sys.executable, *(["-c", code] if code else ["-m", "bmburst", *argv])]
     return subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, **options)
+
+
+def test_an_output_that_is_full_or_closed_ends_no_command_with_a_traceback():
+    command = f"{shlex.quote(sys.executable)} -m bmburst"
+    full = run("-c", f"{command} train --help > /dev/full", program="bash")
+    assert full.returncode == 2
+    assert full.stderr == (
+        "bmburst train: cannot write the output: No space left on device\n"
+        "fix: free disk space, or write to another disk\n"
+    )
+    closed = run("-c", f"{command} train --help >&- <&-; echo $?; {command} train --lr x 2>&-; echo $?", program="bash")
+    assert (closed.stdout.split(), closed.stderr) == (["0", "2"], "")
+
+
+def test_a_working_folder_that_was_removed_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    says(refused(capsys, "train", "--steps", "1"), "working directory was removed | fix: cd")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--lr", "1"], ["eval", "--help"]])

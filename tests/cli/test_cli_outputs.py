@@ -58,6 +58,8 @@ def test_folders(here):
     for path in ("file", "file/folder", "/proc/none", "nowhere", "nowhere/folder", f"{'x' * 300}/b"):
         with refusals.refused("--trace", path, "written", "fix: give a folder"):
             require_folder("--trace", Path(path))
+    with refusals.refused("nowhere is a link to gone, which does not exist"):
+        require_folder("--trace", Path("nowhere/folder"))
 
 
 def test_only_files_of_the_same_kind_are_replaced(here):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -159,6 +160,10 @@ def test_eval_refuses_a_cache_that_cannot_be_written(launches, held_out, tmp_pat
     cache = f"XDG_CACHE_HOME {tmp_path}/held.txt/bmburst"
     says(refused(capsys, *argv, "held.txt"), cache, "written", "Not a directory", "fix: give a folder")
     assert not launches
+    with monkeypatch.context() as patch:  # as a container may run it: nobody has this number, and HOME is not set
+        patch.delenv("XDG_CACHE_HOME")
+        patch.setattr("os.path.expanduser", lambda path: path)
+        says(refused(capsys, *argv, "held.txt"), f"user {os.getuid()} has no home | fix: set HOME, or XDG_CACHE_HOME")
     corpus = open_corpus(tmp_path / "held.txt", "bytes", tmp_path)
     assert main([*argv, str(corpus.path)]) == 0, "a token file needs none"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

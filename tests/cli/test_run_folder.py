@@ -11,6 +11,7 @@ import time
 import pytest
 
 from bmburst.cli import main, run_folder
+from bmburst.cli.run_folder import check_fresh
 from bmburst.outputs import LOCK_FILE, TRAINING_LOCK, lock_folder
 from bmburst.train.resolve import resolve
 from tests import refusals
@@ -161,3 +162,8 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with refusals.refused(str(tmp_path), "no locks", "fix: give an --output"), lock_folder(tmp_path):
         pass
+
+
+def test_a_configuration_that_another_run_is_writing_is_left_to_the_lock(tmp_path):
+    (tmp_path / ".config.json.12.0a.partial").touch()
+    check_fresh(tmp_path)

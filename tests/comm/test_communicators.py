@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bmburst.comm.groups import communicator
 from bmburst.errors import UserError
-from bmburst.mesh import Mesh, MeshShape, current_mesh
+from bmburst.mesh import Mesh, MeshShape, current_mesh, using_mesh
 from bmburst.schedule.exchange import Block, Move, make_exchange
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import LostRank, run_ranks
@@ -240,6 +240,8 @@ def check_mesh(mesh, data, sequence, tensor=1):
     with mesh.current():
         assert current_mesh() is mesh
     assert current_mesh() is None
+    with refused("mesh | str | fix: bmburst.Mesh"), using_mesh("all"):
+        pass
 
 
 def test_a_group_made_without_a_backend(tmp_path):

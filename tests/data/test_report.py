@@ -32,7 +32,17 @@ def test_the_report_counts_what_is_in_a_file(tmp_path):
     assert counts == ["1", "1", "0", "1"]
     plain = described("data", tiny.token_file(tmp_path / "y", ["a" * 2**n for n in range(20)]), 64)
     says(plain, "20 documents | all learned", lines=10)
-    assert "left out" not in plain
+    assert "left out" not in plain and "repeated" not in plain
+
+
+def test_the_report_says_how_many_records_are_copies(tmp_path):
+    text = described("data", tiny.token_file(tmp_path / "x", ["a", "b", "a", "a"]), 64)
+    says(text, "repeated: 2 of 4 documents are copies of another", lines=4)
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    group = {"prompt": "a", "completions": ["b", "c"]}
+    for what, record in (("pairs", pair), ("records", group)):
+        path = chat.write(tmp_path / f"{what}.jsonl", record, record | {"prompt": "x"}, record)
+        says(described("data", open_corpus(path, None, tmp_path), 64), f"repeated: 1 of 3 {what} are", lines=6)
 
 
 def test_samples_show_what_is_learned(tmp_path, capsys):

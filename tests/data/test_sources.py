@@ -36,6 +36,11 @@ def test_directory_is_searched_sorted_and_filtered(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}')
     found = [text for _, text in texts(tmp_path)]
     assert found == ["a.py", "b/a.md", "b/x.txt", "c.TXT", "one", "two"]
+    (tmp_path / "b" / "back").symlink_to(tmp_path)
+    (tmp_path / "more").symlink_to(tmp_path / "b")
+    names = [Path(name).relative_to(tmp_path).as_posix() for name, _ in texts(tmp_path)]
+    assert [name for name in names if name.startswith("more")] == ["more/a.md", "more/x.txt"]
+    assert len(names) == len(found) + 2
 
 
 def test_a_data_set_is_read_without_its_card_and_its_other_splits(tmp_path):
@@ -68,7 +73,8 @@ def test_the_kind_of_a_named_file_is_told_by_its_beginning(tmp_path):
     assert [text for _, text in texts(tmp_path / "a.txt")] == [line]
     for name, reader in (("x.csv", "read_csv"), ("x.tsv", "read_table")):
         (tmp_path / name).write_text("prompt,completion\n1,2\n")
-        refuse(tmp_path / name, words=[name, "plain text | JSONL or Parquet | .txt | to_json('x.jsonl'", reader])
+        words = "plain text | JSONL or Parquet | .txt | to_json('x.jsonl'"
+        refuse(tmp_path / name, words=[name, words, f"{reader}('{name}', dtype=str"])
 
 
 def test_standard_library_is_neither_packages_nor_tests(tmp_path, monkeypatch):

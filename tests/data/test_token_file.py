@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import resource
 import tracemalloc
 from itertools import pairwise
 
@@ -189,6 +190,16 @@ def test_empty_corpus(tmp_path, texts):
     with refused("corpus", "empty", "files"):
         tiny.token_file(tmp_path / "sub" / "x", texts)
     assert list((tmp_path / "sub").iterdir()) == []
+
+
+def test_a_limit_of_a_files_size_is_not_taken_for_a_full_disk(tmp_path):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+    try:
+        with refused("File too large", "ulimit -f"):
+            tiny.token_file(tmp_path / "a.tokens", ["a" * 1000])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
 def test_unwritable_output(tmp_path):

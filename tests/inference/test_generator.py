@@ -312,6 +312,7 @@ def on_rank_1(comm: CheckedCommunicator, wrong: object, right: object) -> Any:
         (lambda _, comm: over(comm, cache=on_rank_1(comm, "tokens", "heads")), ("cache tokens", "cache heads")),
         (lambda _, comm: over(comm, chunk_tokens=4 + comm.rank), ("chunk_tokens 4", "chunk_tokens 5")),
         (lambda _, comm: over(comm, on_rank_1(comm, "qwen2", "llama")), ("rank 0", "rank 1")),
+        (lambda _, comm: over(comm, on_rank_1(comm, "llama again", "llama")), ("weights", "fix: give all hosts")),
     ],
 )
 def test_ranks_that_differ_are_told(call: Callable[[Generator, CheckedCommunicator], object], words: Any) -> None:

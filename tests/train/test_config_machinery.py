@@ -220,6 +220,25 @@ def test_json_and_yaml_read_the_same(tmp_path):
     assert configs[0] == configs[1] == configs[2] == configs[3] == Tree(count=2, inner=Inner(rate=0.001), names=("a",))
 
 
+def test_what_yaml_1_1_alone_reads_as_a_number_or_a_date_is_read_as_on_the_command_line(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("count: 0100  # 64 in YAML 1.1\nwhere: 2026-11-29\ninner: {rate: 1e-3}\n")
+    assert made(read_config_file(path)) == Tree(count=100, where=Path("2026-11-29"), inner=Inner(rate=0.001))
+    path.write_text("count: 1:30  # 90 in YAML 1.1\n")
+    says(refusal_of(lambda: made(read_config_file(path))), "count: '1:30'")
+
+
+def test_the_users_folder_is_that_of_a_shell_also_behind_a_name(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert made({"where": "~/a~/b"}) == Tree(where=Path("/home/me/a~/b"))
+    assert Tree(names=("n=~/a", "~b", "a/~/b")).names == ("n=/home/me/a", "~b", "a/~/b")
+
+
+def test_a_number_that_is_too_large_is_told_the_largest():
+    for value in ("9" * 20, 10**400, 10**5000):
+        says(refusal_of(made, {"count": value}), "at most 1e+15")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

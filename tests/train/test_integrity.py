@@ -165,6 +165,29 @@ def test_damaged_tokens_are_seen_before_training(tmp_path):
         evaluate.evaluate_checkpoint(EvalConfig(checkpoint=saved, data=str(damaged), sequence_length=48))
 
 
+@on_program(2)
+def test_files_that_differ_between_hosts_are_refused(tmp_path):
+    """The same name of a folder that the hosts do not share: ranks trained on parts of two texts, or of two models."""
+    from bmburst.checkpoint import hugging_face
+    from bmburst.train import evaluate
+
+    ours = program.trainer(tmp_path, "first")
+    text = tmp_path / f"{'first' if ours.is_main else 'other'}.txt"
+    text.write_text(f"a text of {text.stem}. " * 200)
+    words = ("rank 1 on host", "another one than rank 0", "fix: give all hosts the same files")
+    with refused("data", ".txt", *words):
+        program_corpus(tmp_path, ours, DataConfig(source=str(text)))
+    saved = ours.save()
+    with refused("data", ".txt", *words):
+        evaluate.evaluate_checkpoint(EvalConfig(checkpoint=saved, data=str(text), sequence_length=48))
+    ours.step()
+    later = ours.save()
+    with refused("weights of", *words):
+        hugging_face.load(ours.model, saved if ours.is_main else later)
+    with refused("rank 1 on host", "gone"):  # rank 0 shows it, on whose host the file is
+        hugging_face.load(ours.model, saved if ours.is_main else tmp_path / "gone")
+
+
 def program_corpus(folder, first, data):
     return open_text(program.config(folder, "other", data=data), folder / "other", first.runtime)
 
