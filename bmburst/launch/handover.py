@@ -6,6 +6,7 @@ resolves the request, and the other ranks get it through the ranks' store.
 """
 
 import contextlib
+import hashlib
 import importlib
 import json
 import os
@@ -15,9 +16,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
+from bmburst import __version__
 from bmburst.errors import UserError
 from bmburst.launch import devices
 from bmburst.launch.rank import FOLDER, REQUEST, limit_teardown
@@ -29,7 +33,9 @@ Settle = Callable[[int | None], AbstractContextManager[tuple[Request | None, Lau
 """Decides and checks all that ranks do, once. It gets the number of ranks if another launcher has started them; this is
 rank 0 then. In its context are the request to the ranks, None if there is nothing to do, and how they are watched."""
 _KEY, _READERS = "request", "ranks that have read it"
+_CHECKED, _PROBLEM = "ranks with the code of rank 0", "code of another rank"
 _BAD_INPUT = 2
+_ARRIVAL = 300.0  # seconds that rank 0 waits for ranks of other nodes; launchers start all at about the same time
 _FAREWELL = 60.0  # seconds that rank 0 waits for ranks that are still starting
 
 
@@ -79,6 +85,12 @@ def _run_joined_rank(module: str, settle: Settle) -> int:
         if isinstance(told, int):
             return told
         try:
+            require_code(told.pop("code", ""))
+        except UserError as error:
+            store.set(_PROBLEM, str(error))  # rank 0 says it
+            return _BAD_INPUT
+        store.add(_CHECKED, 1)
+        try:
             return _watched(module, **told)
         except UserError:
             return _BAD_INPUT
@@ -92,8 +104,56 @@ def _run_joined_rank(module: str, settle: Settle) -> int:
             return _tell(store, 0, world)
         limits = {"hang_timeout": spec.hang_timeout, "start_timeout": spec.start_timeout}
         told = {"request": request, "limits": limits, "token": secrets.token_hex(8)}
-        store.set(_KEY, json.dumps(told))
+        code = f"{gethostname()} has {_code()}" if _has_other_nodes() else ""
+        store.set(_KEY, json.dumps(told | {"code": code}))
+        if code:
+            _await_nodes(store, world)
         return _watched(module, **told)
+
+
+def require_code(first: str) -> None:
+    """Check that this rank runs the same code as rank 0, with which it would exchange what that does not expect.
+
+    Args:
+        first: The host of rank 0, and what `_code` returned there; empty if all ranks are on one machine.
+
+    Raises:
+        UserError: It does not.
+    """
+    if first and (own := _code()) != first.partition(" has ")[2]:
+        raise UserError(
+            f"host {gethostname()} has {own}, but rank 0 on host {first}\n"
+            "fix: install the same versions on every node, or run from a folder that they share"
+        )
+
+
+def _await_nodes(store: Any, world: int) -> None:
+    """Wait in rank 0 until all ranks have compared their code with its own. Lost ranks have messages of their own.
+
+    Raises:
+        UserError: One has other code.
+    """
+    until = time.monotonic() + _ARRIVAL
+    while store.add(_CHECKED, 0) < world - 1 and time.monotonic() < until:
+        if store.check([_PROBLEM]):
+            raise UserError(store.get(_PROBLEM).decode())
+        time.sleep(0.05)
+
+
+def _has_other_nodes() -> bool:
+    return os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]
+
+
+def _code() -> str:
+    """Return what must be the same on all nodes: versions, and a digest of this package's code."""
+    digest, root = hashlib.blake2b(digest_size=4), Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    found = [f"bmburst {__version__} (code {digest.hexdigest()})"]
+    for name in ("torch", "bmtrain"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
 
 
 def _tell(store: Any, status: int, world: int) -> int:

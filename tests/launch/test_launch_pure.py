@@ -12,7 +12,7 @@ import pytest
 
 from bmburst.cli import main
 from bmburst.errors import UserError
-from bmburst.launch import devices
+from bmburst.launch import devices, handover
 from bmburst.launch import launcher as launch
 from bmburst.launch.agent import Outcome, RankEnd
 from bmburst.launch.launcher import LaunchSpec
@@ -266,3 +266,10 @@ def test_ranks_ended_from_outside(tmp_path):
     result = launch_result(SPEC, Outcome(failed=[end(0, -15), end(1, -15)]), tmp_path)
     assert result.status == 1
     says(result.message, "bmburst: rank 0, 1", "SIGTERM", "outside", lines=1)
+
+
+def test_nodes_that_run_another_version_are_named():
+    handover.require_code("")
+    handover.require_code(f"a has {handover._code()}")
+    with refused("has bmburst", "rank 0 on host a has bmburst 0.0.9 (code 00000000)", "fix: install the same versions"):
+        handover.require_code("a has bmburst 0.0.9 (code 00000000)")
