@@ -228,6 +228,7 @@ def fine_tune(output: Path, name: str) -> None:
         logging_steps=1,
         save_strategy="no",
         report_to="none",
+        bf16=False,  # TRL's default is True, whose rounding AdamW makes larger
         use_cpu=True,
         seed=0,
     )
