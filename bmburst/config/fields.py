@@ -53,7 +53,7 @@ class FieldSpec:
     maximum: float | None = None
     below: float | None = None
     none_text: str = "none"
-    choices: Iterable[str] = ()
+    choices: tuple[str, ...] = ()
     pairs: bool = False
 
     @property
@@ -92,16 +92,39 @@ class FieldSpec:
 
 
 def field(
-    help: str, *, default: Any = dataclasses.MISSING, factory: Callable[[], Any] | None = None, **spec: Any
+    help: str,
+    *,
+    default: Any = dataclasses.MISSING,
+    factory: Callable[[], Any] | None = None,
+    unit: str = "",
+    default_text: str = "",
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+    none_text: str = "none",
+    choices: Iterable[str] = (),
+    pairs: bool = False,
 ) -> Any:
     """Declare a field of a configuration dataclass. Without `default` or `factory` a value is required.
 
     The other arguments are those of `FieldSpec`. Returns the result of `dataclasses.field`.
     """
-    metadata = {_SPEC: FieldSpec(help=help, **spec)}
+    spec = FieldSpec(
+        help=help,
+        unit=unit,
+        default_text=default_text,
+        minimum=minimum,
+        above=above,
+        maximum=maximum,
+        below=below,
+        none_text=none_text,
+        choices=tuple(choices),
+        pairs=pairs,
+    )
     if factory is not None:
-        return dataclasses.field(default_factory=factory, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+        return dataclasses.field(default_factory=factory, metadata={_SPEC: spec})
+    return dataclasses.field(default=default, metadata={_SPEC: spec})
 
 
 def spec_of(declared: "dataclasses.Field[Any]") -> FieldSpec:
@@ -129,7 +152,7 @@ def union_parts(annotation: Any) -> tuple[Any, ...]:
 
 def choices_of(annotation: Any, spec: FieldSpec) -> tuple[Any, ...]:
     """Return the values that a field may have: those of its Literal, or of its declaration; empty for any."""
-    return typing.get_args(annotation) if _origin(annotation) is typing.Literal else tuple(spec.choices)
+    return typing.get_args(annotation) if _origin(annotation) is typing.Literal else spec.choices
 
 
 @cache
