@@ -19,7 +19,7 @@ from bmburst.checkpoint.base_model import Base
 from bmburst.checkpoint.files import newest_complete
 from bmburst.checkpoint.four_bit import Dequantized
 from bmburst.checkpoint.model_center import ATTENTION_PLACES
-from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, on_every_rank, require_same
+from bmburst.checkpoint.sharded_files import Contents, ShardedTensor, TensorGroup, require_same
 from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
 from bmburst.config.fields import shown
@@ -432,7 +432,7 @@ def load(model: "Llama", directory: Path, base: Base | None = None) -> None:
     shards = [each for each in named_shards(model) if _is_trained(each.name, model.lora)]
     adapter: Adapter | None = None
 
-    def check() -> None:
+    def check() -> str:
         nonlocal adapter
         adapter = open_adapter(directory)
         assert model.lora is not None
@@ -440,10 +440,10 @@ def load(model: "Llama", directory: Path, base: Base | None = None) -> None:
         adapter.require_shapes({each.name: each.shape for each in shards})
         if base is not None:
             adapter.require_base(base)
+        return repr(Base.of(directory, adapter.file.shapes, adapter.file.read).sample)  # NaN is not equal to itself
 
-    on_every_rank(check)
+    require_same(f"adapter {directory}", check)
     assert adapter is not None
-    require_same(f"adapter {directory}", repr(Base.of(directory, adapter.file.shapes, adapter.file.read).sample))
     for shard in shards:
         if shard.count:
             scatter_piece(shard, shard.read(partial(adapter.file.read, peft_name(shard.name))))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint import hugging_face
+from bmburst.checkpoint.tensor_files import TensorFile
 
 _MATRICES, _NUMBERS = 16, 4  # matrices in a sample, and numbers per matrix
 
@@ -48,6 +49,10 @@ class Base:
         Raises:
             UserError: The weights do not fit the model; see `bmburst.checkpoint.hugging_face.check_weights`.
         """
-        files = hugging_face.check_weights(directory, config)
+        return cls.of_files(directory, hugging_face.check_weights(directory, config), config)
+
+    @classmethod
+    def of_files(cls, directory: Path, files: Mapping[str, TensorFile], config: LlamaConfig) -> "Base":
+        """Take the sample of the weights in open files, given the file of each."""
         shapes = hugging_face.expected_shapes(config)
         return cls.of(directory, shapes, lambda name, begin, end: files[name].read(name, begin, end))

@@ -294,17 +294,17 @@ def on_every_rank(action: Callable[[], Result], all_gather: Callable[[Any], list
     return [each for each, _ in everywhere]
 
 
-def require_same(what: str, contents: str) -> None:
-    """Check that all ranks have read the same file. Hosts may have files of their own under the same name.
+def require_same(what: str, read: Callable[[], str]) -> None:
+    """Check that all ranks read the same file. Hosts may have files of their own under the same name.
 
     Args:
         what: The file, for the message.
-        contents: What tells its contents from those of another.
+        read: Reads it, and returns what tells its contents from those of another. It may raise, see `on_every_rank`.
 
     Raises:
         UserError: On all ranks, if one has read another file than rank 0.
     """
-    found = on_every_rank(lambda: (contents, gethostname()))
+    found = on_every_rank(lambda: (read(), gethostname()))
     first, host = found[0]
     if other := next(((rank, own[1]) for rank, own in enumerate(found) if own[0] != first), None):
         raise UserError(

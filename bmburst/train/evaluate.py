@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bmburst.blocks.dtypes import dtype_of
 from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verified_together, warn
-from bmburst.checkpoint.sharded_files import on_every_rank, require_same
+from bmburst.checkpoint.sharded_files import require_same
 from bmburst.data import (
     TokenFile,
     evaluation_batches,
@@ -168,8 +168,7 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     directory, tokenizer, shape = read_model(config, given, tuned)
     corpus = _open(config, tokenizer, say_left_out if runtime.rank == 0 else lambda _: None)
     for file in corpus.files:
-        on_every_rank(file.verify if runtime.rank == 0 else lambda: None)
-        require_same(f"data {config.data}", file.fingerprint)
+        require_same(f"data {config.data}", partial(_verified, file, is_main=runtime.rank == 0))
     corpus.require_vocab(shape.vocab_size)
     model = Llama(
         shape,
@@ -298,6 +297,13 @@ def find_adapter(config: EvalConfig, directory: Path, verify: Callable[[Path], P
     if config.adapter is not None:
         return open_adapter(verify(config.adapter))
     return open_adapter(directory) if is_adapter_directory(directory) else None
+
+
+def _verified(file: TokenFile, *, is_main: bool) -> str:
+    """Return the fingerprint of a token file, which one rank reads whole."""
+    if is_main:
+        file.verify()
+    return file.fingerprint
 
 
 def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> "tuple[Path, str | None, LlamaConfig]":
