@@ -23,7 +23,10 @@ from bmburst_ops.errors import KernelError, first_order
 
 
 def product(a: Tensor, b: Tensor, wide: torch.dtype, *, out: Tensor | None = None) -> Tensor:
-    """Return a @ b, accumulated and returned in the dtype `wide`; written to `out` if it is given."""
+    """Return a @ b, accumulated and returned in the dtype `wide`; written to `out` if it is given.
+
+    As `add_product`, it computes in the dtypes of its arguments, also under `torch.autocast`.
+    """
     with no_autocast(a.device.type):
         if a.is_cuda and a.dtype != wide:
             return torch.mm(a, b, out_dtype=wide, out=out)

@@ -85,7 +85,8 @@ def _run_joined_rank(module: str, settle: Settle) -> int:
         if isinstance(told, int):
             return told
         try:
-            require_code(told.pop("code", ""))
+            if first := told.pop("first", None):
+                require_code(**first)
         except UserError as error:
             store.set(_PROBLEM, str(error))  # rank 0 says it
             return _BAD_INPUT
@@ -104,25 +105,26 @@ def _run_joined_rank(module: str, settle: Settle) -> int:
             return _tell(store, 0, world)
         limits = {"hang_timeout": spec.hang_timeout, "start_timeout": spec.start_timeout}
         told = {"request": request, "limits": limits, "token": secrets.token_hex(8)}
-        code = f"{gethostname()} has {_code()}" if _has_other_nodes() else ""
-        store.set(_KEY, json.dumps(told | {"code": code}))
-        if code:
+        first = {"host": gethostname(), "code": _code()} if _has_other_nodes() else None
+        store.set(_KEY, json.dumps(told | {"first": first}))
+        if first:
             _await_nodes(store, world)
         return _watched(module, **told)
 
 
-def require_code(first: str) -> None:
+def require_code(host: str, code: str) -> None:
     """Check that this rank runs the same code as rank 0, with which it would exchange what that does not expect.
 
     Args:
-        first: The host of rank 0, and what `_code` returned there; empty if all ranks are on one machine.
+        host: The host of rank 0.
+        code: What `_code` returned there.
 
     Raises:
         UserError: It does not.
     """
-    if first and (own := _code()) != first.partition(" has ")[2]:
+    if (own := _code()) != code:
         raise UserError(
-            f"host {gethostname()} has {own}, but rank 0 on host {first}\n"
+            f"host {gethostname()} has {own}, but rank 0 on host {host} has {code}\n"
             "fix: install the same versions on every node, or run from a folder that they share"
         )
 

@@ -269,7 +269,6 @@ def test_ranks_ended_from_outside(tmp_path):
 
 
 def test_nodes_that_run_another_version_are_named():
-    handover.require_code("")
-    handover.require_code(f"a has {handover._code()}")
+    handover.require_code("a", handover._code())
     with refused("has bmburst", "rank 0 on host a has bmburst 0.0.9 (code 00000000)", "fix: install the same versions"):
-        handover.require_code("a has bmburst 0.0.9 (code 00000000)")
+        handover.require_code("a", "bmburst 0.0.9 (code 00000000)")
