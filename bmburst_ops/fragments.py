@@ -2,19 +2,21 @@
 
 import math
 from itertools import pairwise
+from types import MappingProxyType
 
 CHUNK = 64
 """Tokens of a chunk of fla's kernels."""
 _LEAST = 64 * CHUNK  # tokens of a fragment: shorter ones compute more summaries than they save
 _COLUMNS = 64  # of a state in one program
+_PROGRAMS = MappingProxyType({"gated_delta": 2, "kda": 1, "decay": 1})  # of a multiprocessor at a time
 
 
-def fragment_tokens(tokens: int, heads: int, value_dim: int, processors: float) -> int:
-    """Return the usual tokens of a fragment, at least 4,096, so that about each multiprocessor has a program.
+def fragment_tokens(kind: str, tokens: int, heads: int, value_dim: int, processors: float) -> int:
+    """Return the usual tokens of a fragment, at least 4,096, so that about each multiprocessor has all its programs.
 
     On an H200, more fragments than that take longer: their summaries cost more than a scan by more programs saves.
     """
-    fragments = processors // (heads * math.ceil(value_dim / _COLUMNS))
+    fragments = _PROGRAMS[kind] * processors // (heads * math.ceil(value_dim / _COLUMNS))
     return max(_LEAST, math.ceil(tokens / max(1, fragments)))
 
 

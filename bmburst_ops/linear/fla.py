@@ -67,7 +67,7 @@ class FlaKernel:
         """See `LinearKernel.prepare`."""
         heads, _, value_dim = recurrence.state_shape(inputs)
         processors = torch.cuda.get_device_properties(inputs[0].device).multi_processor_count
-        tokens = fragment_tokens(pieces.edges[-1], heads, value_dim, processors)
+        tokens = fragment_tokens(recurrence.kind, pieces.edges[-1], heads, value_dim, processors)
         return FlaScan(recurrence, inputs, pieces, tokens, kept)
 
 

@@ -15,23 +15,28 @@ from torch import Tensor
 from bmburst_ops.fragments import CHUNK
 from bmburst_ops.fused import import_package
 from bmburst_ops.linear.fla_tuning import restrict_tuning
-from bmburst_ops.linear.kernel import Inputs
+from bmburst_ops.linear.kernel import Inputs, Recurrence
+from bmburst_ops.linear.spans import Fragments, Spans
 
 NAME = "fla"
+_DIAGONAL = 16  # rows of the blocks in which fla inverts a chunk
 
 
 class Kind(ABC):
     """A recurrence over all fragments of a flat batch.
 
     Args:
-        inputs: Its inputs, queries and keys normalized.
-        scale: Factor on the output.
-        options: fla's arguments for the edges of all fragments.
+        recurrence: The recurrence.
+        inputs: Its inputs.
+        fragments: All fragments.
         factors: In backward, what `factors` was in forward.
     """
 
-    def __init__(self, inputs: Inputs, scale: float, options: dict[str, Tensor], factors: Inputs = ()) -> None:
-        self.inputs, self.scale, self.options, self.fla = inputs, scale, options, fla_functions()
+    def __init__(self, recurrence: Recurrence, inputs: Inputs, fragments: Fragments, factors: Inputs = ()) -> None:
+        self.scale, self.fla, self.fragments = recurrence.scale, fla_functions(), fragments
+        self.options = {"cu_seqlens": fragments.edges, "chunk_indices": fragments.chunks}
+        self._normalized = tuple(self.fla.norm_fwd(t) if recurrence.normalize else (t, None) for t in inputs[:2])
+        self.inputs = *(t for t, _ in self._normalized), *inputs[2:]
         self._given = factors
 
     @property
@@ -39,16 +44,9 @@ class Kind(ABC):
         """What backward needs of the chunks and would compute again."""
         return ()
 
-    @property
     @abstractmethod
-    def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Queries and keys of the scan, what each chunk reads of the state before it (w), and its values (u)."""
-
-    def summaries(self, spans: Any) -> tuple[Tensor, Tensor]:
-        """Return M and U of fragments; see `bmburst_ops.linear.triton_summaries.summarize`."""
-        _, keys, written, values = self.scan
-        found: tuple[Tensor, Tensor] = self.fla.summaries.summarize(keys, written, values, self.sums, spans)
-        return found
+    def summaries(self, spans: Spans) -> tuple[Tensor, Tensor]:
+        """Return M and U of some fragments; see `bmburst_ops.linear.triton_summaries.summarize`."""
 
     @abstractmethod
     def out(self, before: Tensor | None) -> Tensor:
@@ -56,19 +54,11 @@ class Kind(ABC):
 
     @abstractmethod
     def scanned_again(self, before: Tensor | None, grad_out: Tensor) -> Inputs:
-        """Return what both steps of the backward pass need, their last argument.
+        """Return what both steps of the backward pass need, their last argument."""
 
-        The last of these tensors is the gradient of the values through the outputs of their own chunk, if `scan` has w.
-        """
-
-    def state_gradients(self, spans: Any, grad_out: Tensor, scanned: Inputs) -> Tensor:
-        """Return the gradients of the states before fragments through the outputs of each."""
-        queries, keys, written, _ = self.scan
-        local = None if written is None else scanned[-1]
-        found: Tensor = self.fla.summaries.start_gradients(
-            queries, keys, written, grad_out, local, self.sums, self.scale, spans
-        )
-        return found
+    @abstractmethod
+    def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
+        """Return the gradients of the states before some fragments through the outputs of each."""
 
     @abstractmethod
     def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
@@ -85,76 +75,101 @@ class Kind(ABC):
         found: Tensor = self.fla.cumsum(sums, chunk_size=CHUNK, reverse=True, **self.options)
         return found
 
-
-class _Delta(Kind):
-    """Kinds whose state loses what a key reads."""
-
-    decays: str
-    """fla's name of the sums of decays in its scans."""
-
-    def scanned(self, before: Tensor | None) -> Inputs:
-        """Return the state before each chunk, and the values that the chunks add."""
-        _, keys, w, u = self.scan
-        given = {"initial_state": before, "output_final_state": False, self.decays: self.sums, **self.options}
-        h, values, _ = self.fla.fwd_h(k=keys, w=w, u=u, **given)
-        return h, values
+    def before_norms(self, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of queries and keys before they were divided by their norms, given those after it."""
+        return tuple(
+            grad if norm is None else self.fla.norm_bwd(t, norm, grad)
+            for (t, norm), grad in zip(self._normalized, grads, strict=True)
+        )
 
 
-class GatedDelta(_Delta):
-    """Gated delta rule: one decay a token and head."""
-
-    decays = "g"
+class GatedDelta(Kind):
+    """Gated delta rule: one decay a token and head. Its kernels are ours, but for the inverse of each chunk."""
 
     @property
     def factors(self) -> Inputs:
         """See `Kind.factors`: the inverse of each chunk."""
-        return self._chunks[2:]
+        return (self._chunks.inverse,)
 
     @cached_property
-    def _chunks(self) -> Inputs:
-        """`(w, u, inverse)`."""
+    def _chunks(self) -> Any:
+        _, k, _, _, beta = self.inputs
+        return self.fla.delta.Chunks(k, self.sums, beta, self._given[0] if self._given else self._inverse())
+
+    def _inverse(self) -> Tensor:
+        """Return the inverse of each chunk. fla's function that calls this kernel would compute w and u, too."""
         _, k, v, _, beta = self.inputs
-        given = {"k": k, "v": v, "g": self.sums, "beta": beta, **self.options}
-        if self._given:
-            return *self.fla.delta_written(A=self._given[0], **given), *self._given
-        found: Inputs = self.fla.delta_intra(chunk_size=CHUNK, **given)
+        _, tokens, key_heads, key_dim = k.shape
+        heads = v.shape[2]
+        found = k.new_zeros(1, tokens, heads, CHUNK)
+        shape = {"T": tokens, "H": key_heads, "HV": heads, "K": key_dim, "BT": CHUNK, "BC": _DIAGONAL}
+        self.fla.delta_inverse[len(self.fragments.chunks), heads](
+            k=k, g=self.sums, beta=beta, A=found, **shape, **self.options
+        )
         return found
 
-    @property
-    def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """See `Kind.scan`."""
-        (q, k, *_), (w, u, _) = self.inputs, self._chunks
-        return q, k, w, u
+    def summaries(self, spans: Spans) -> tuple[Tensor, Tensor]:
+        """See `Kind.summaries`."""
+        found: tuple[Tensor, Tensor] = self.fla.delta.summarize(self._chunks, self.inputs[2], spans)
+        return found
 
     def out(self, before: Tensor | None) -> Tensor:
         """See `Kind.out`."""
-        h, values = self.scanned(before)
-        q, k, *_ = self.inputs
-        found: Tensor = self.fla.fwd_o(q=q, k=k, v=values, h=h, g=self.sums, scale=self.scale, **self.options)
+        q, _, v, *_ = self.inputs
+        found: Tensor = self.fla.delta.outputs(q, self._chunks, v, before, self.scale, self.fragments.spans)
         return found
 
     def scanned_again(self, before: Tensor | None, grad_out: Tensor) -> Inputs:
-        """See `Kind.scanned_again`: the scan, and the gradients of the values through the outputs of their chunk."""
-        q, k, *_ = self.inputs
-        local = self.fla.bwd_dv_local(q=q, k=k, g=self.sums, do=grad_out, scale=self.scale, **self.options)
-        return *self.scanned(before), local
+        """See `Kind.scanned_again`: nothing."""
+        del before, grad_out
+        return ()
+
+    def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
+        """See `Kind.state_gradients`."""
+        del scanned
+        found: Tensor = self.fla.delta.start_gradients(self.inputs[0], self._chunks, grad_out, self.scale, spans)
+        return found
 
     def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
         """See `Kind.gradients`."""
-        q, k, v, _, beta = self.inputs
-        (w, _, inverse), (h, values, local) = self._chunks, scanned
-        given = {"g": self.sums, **self.options}
-        passed = {"q": q, "k": k, "w": w, "do": grad_out, "scale": self.scale, **given}
-        dh, _, dv = self.fla.bwd_dhu(h0=before, dht=after, dv=local, **passed)
-        dq, dk, dw, dg = self.fla.bwd_dqkwg(v=values, h=h, dh=dh, dv=dv, **passed)
-        of_keys, dv, dbeta, of_sums = self.fla.delta_written_bwd(k=k, v=v, beta=beta, A=inverse, dw=dw, du=dv, **given)
-        return dq, dk.add_(of_keys), dv, self.decays_of(dg.add_(of_sums)), dbeta
+        del scanned
+        q, _, v, *_ = self.inputs
+        delta, chunks, fragments = self.fla.delta, self._chunks, self.fragments
+        states = delta.states_of_chunks(chunks, v, before, fragments)
+        grads = delta.gradients_of_chunks(q, chunks, grad_out, after, self.scale, fragments)
+        norms = tuple(norm for _, norm in self._normalized)
+        dq, dk, dv, of_sums, dbeta = delta.input_gradients(
+            q, norms, chunks, v, grad_out, (*states, *grads), self.scale, fragments
+        )
+        return dq, dk, dv, self.decays_of(of_sums), dbeta
 
 
-class KDA(_Delta):
+class _Scanned(Kind):
+    """Kinds by fla's kernels."""
+
+    @property
+    @abstractmethod
+    def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Queries and keys of the scan, what each chunk reads of the state before it (w), and its values (u)."""
+
+    def summaries(self, spans: Spans) -> tuple[Tensor, Tensor]:
+        """See `Kind.summaries`."""
+        _, keys, written, values = self.scan
+        found: tuple[Tensor, Tensor] = self.fla.summaries.summarize(keys, written, values, self.sums, spans)
+        return found
+
+    def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
+        """See `Kind.state_gradients`. If `scan` has w, the last of `scanned` are gradients of values in their chunk."""
+        queries, keys, written, _ = self.scan
+        local = None if written is None else scanned[-1]
+        found: Tensor = self.fla.summaries.start_gradients(
+            queries, keys, written, grad_out, local, self.sums, self.scale, spans
+        )
+        return found
+
+
+class KDA(_Scanned):
     """Kimi delta attention: one decay a token, head and element of the key."""
-
-    decays = "gk"
 
     @property
     def factors(self) -> Inputs:
@@ -173,9 +188,16 @@ class KDA(_Delta):
 
     @property
     def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """See `Kind.scan`."""
+        """See `_Scanned.scan`."""
         w, u, queries, keys, *_ = self._chunks
         return queries, keys, w, u
+
+    def scanned(self, before: Tensor | None) -> Inputs:
+        """Return the state before each chunk, and the values that the chunks add."""
+        _, keys, w, u = self.scan
+        given = {"initial_state": before, "output_final_state": False, "gk": self.sums, **self.options}
+        h, values, _ = self.fla.fwd_h(k=keys, w=w, u=u, **given)
+        return h, values
 
     def out(self, before: Tensor | None) -> Tensor:
         """See `Kind.out`."""
@@ -209,10 +231,10 @@ class KDA(_Delta):
         heads = k.shape[2]
         if v.shape[2] > heads:
             dq, dk = (t.unflatten(2, (heads, -1)).sum(3) for t in (dq, dk))
-        return dq, dk, dv, self.decays_of(dg), dbeta
+        return *self.before_norms(dq, dk), dv, self.decays_of(dg), dbeta
 
 
-class Decay(Kind):
+class Decay(_Scanned):
     """Scalar decay (Lightning, SSD of Mamba-2): M is a number a head."""
 
     @cached_property
@@ -224,7 +246,7 @@ class Decay(Kind):
 
     @property
     def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """See `Kind.scan`."""
+        """See `_Scanned.scan`."""
         q, k, v, _ = self.inputs
         return q, k, None, v
 
@@ -257,7 +279,7 @@ class Decay(Kind):
         dh, _ = self.fla.decay_bwd_dh(v=v, h0=before, dht=after, **repeated, **options, **edges)
         options |= {"q": q, "k": k, "dh": dh, **self.options}
         dq, dk, _, dg = self.fla.bwd_dqkwg(v=v, h=scanned[0], **options)
-        return dq, dk, self.fla.bwd_dv(**options), self.decays_of(dg)
+        return *self.before_norms(dq, dk), self.fla.bwd_dv(**options), self.decays_of(dg)
 
 
 KINDS: dict[str, type[Kind]] = {"gated_delta": GatedDelta, "kda": KDA, "decay": Decay}
@@ -271,24 +293,18 @@ def fla_functions() -> SimpleNamespace:
         return import_package(f"fla.{name}", NAME)
 
     delta_h, chunk_h, outputs = (module(f"ops.common.{name}") for name in ("chunk_delta_h", "chunk_h", "chunk_o"))
-    delta, kda, kda_bwd = (
-        module("ops.gated_delta_rule.wy_fast"),
-        module("ops.kda.chunk_intra"),
-        module("ops.kda.chunk_bwd"),
-    )
+    kda, kda_bwd = module("ops.kda.chunk_intra"), module("ops.kda.chunk_bwd")
     norms = module("modules.norm.l2norm")
     found = SimpleNamespace(
         RCP_LN2=module("ops.utils.constant").RCP_LN2,
         bwd_dhu=delta_h.chunk_gated_delta_rule_bwd_dhu,
         bwd_dqkwg=outputs.chunk_bwd_dqkwg,
         bwd_dv=outputs.chunk_bwd_dv,
-        bwd_dv_local=outputs.chunk_bwd_dv_local,
         cumsum=module("ops.utils").chunk_local_cumsum,
         decay_bwd_dh=chunk_h.chunk_bwd_dh,
         decay_fwd_h=chunk_h.chunk_fwd_h,
-        delta_intra=module("ops.gated_delta_rule.chunk_fwd").chunk_gated_delta_rule_fwd_intra,
-        delta_written=delta.recompute_w_u_fwd,
-        delta_written_bwd=delta.prepare_wy_repr_bwd,
+        delta=import_package("bmburst_ops.linear.triton_gated_delta", NAME),
+        delta_inverse=module("ops.gated_delta_rule.chunk_fwd").chunk_gated_delta_rule_fwd_kkt_solve_kernel,
         fwd_h=delta_h.chunk_gated_delta_rule_fwd_h,
         fwd_o=outputs.chunk_fwd_o,
         kda_bwd_dav=kda_bwd.chunk_kda_bwd_dAv,
@@ -299,7 +315,6 @@ def fla_functions() -> SimpleNamespace:
         kda_written=module("ops.kda.wy_fast").recompute_w_u_fwd,
         norm_bwd=norms.l2norm_bwd,
         norm_fwd=norms.l2norm_fwd,
-        prepare_chunk_indices=module("ops.utils.index").prepare_chunk_indices,
         summaries=import_package("bmburst_ops.linear.triton_summaries", NAME),
     )
     restrict_tuning()

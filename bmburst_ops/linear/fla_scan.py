@@ -9,15 +9,16 @@ fragment that need no state and give none, such as short documents, have no M an
 
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bmburst_ops.fragments import CHUNK, fragments
-from bmburst_ops.linear.fla_kinds import KINDS, fla_functions
+from bmburst_ops.fragments import fragments
+from bmburst_ops.linear.fla_kinds import KINDS, Kind
 from bmburst_ops.linear.fold import joined_transitions, states_after, states_between
 from bmburst_ops.linear.kernel import Inputs, Pieces, Recurrence
+from bmburst_ops.linear.spans import Spans, all_fragments, chosen_spans
 
 
 class Plan(NamedTuple):
@@ -104,40 +105,29 @@ class FlaScan:
             after = states_between(
                 self._recurrence, self._kept[1], self._own_gradients, firsts, plan.by_piece, backward=True
             )
-        dq, dk, *others = self._kind.gradients(self._before, self._grad_out, self._of_all(after), self._scanned)
-        if self._recurrence.normalize:
-            back = fla_functions().norm_bwd
-            dq, dk = (back(y, norm, d) for (y, norm), d in zip(self._normed, (dq, dk), strict=True))
-        return tuple(self._without_padding(grad[0]) for grad in (dq, dk, *others))
+        grads = self._kind.gradients(self._before, self._grad_out, self._of_all(after), self._scanned)
+        return tuple(self._without_padding(grad[0]) for grad in grads)
 
     @cached_property
-    def _normed(self) -> tuple[tuple[Tensor, Any], ...]:
-        """Queries and keys, and the reciprocals of their norms if they are normalized."""
-        both = (t[None] for t in self._inputs[:2])
-        return tuple(fla_functions().norm_fwd(t) if self._recurrence.normalize else (t, None) for t in both)
-
-    @cached_property
-    def _kind(self) -> Any:
-        inputs = *(x for x, _ in self._normed), *(t[None] for t in self._inputs[2:])
-        options = _options(self._plan.edges, inputs[0].device)
-        return KINDS[self._recurrence.kind](inputs, self._recurrence.scale, options, self._factors)
+    def _kind(self) -> Kind:
+        fragments = all_fragments(self._plan.edges, self._inputs[0].device)
+        inputs = tuple(t[None] for t in self._inputs)
+        return KINDS[self._recurrence.kind](self._recurrence, inputs, fragments, self._factors)
 
     @property
-    def _spans(self) -> Any:
+    def _spans(self) -> Spans:
         """The fragments that have M and U."""
-        return _spans(self._plan, self._inputs[0].device)
+        return chosen_spans(self._plan.edges, self._plan.places, self._inputs[0].device)
 
     @cached_property
     def _summaries(self) -> tuple[Tensor, Tensor]:
         """M and U of the fragments that have them."""
-        found: tuple[Tensor, Tensor] = self._kind.summaries(self._spans)
-        return found
+        return self._kind.summaries(self._spans)
 
     @cached_property
     def _own_gradients(self) -> Tensor:
         """The gradients of the states before these fragments through their own outputs."""
-        found: Tensor = self._kind.state_gradients(self._spans, self._grad_out, self._scanned)
-        return found
+        return self._kind.state_gradients(self._spans, self._grad_out, self._scanned)
 
     def _of_pieces(self, numbers: tuple[int, ...], states: Tensor) -> Tensor:
         """Return the states of some of the folded pieces among those of all, zero for the others."""
@@ -187,19 +177,3 @@ def make_plan(pieces: Pieces, tokens: int) -> Plan:
         waiting=tuple(rank[number] for number in pieces.waiting),
         exporting=tuple(rank[number] for number in pieces.exporting),
     )
-
-
-@lru_cache(maxsize=64)
-def _spans(plan: Plan, device: torch.device) -> Any:
-    """Return the tokens of the fragments of a plan that have M and U."""
-    edges = torch.tensor([(plan.edges[at], plan.edges[at + 1]) for at in plan.places], dtype=torch.int64)
-    return fla_functions().summaries.Spans(*edges.to(device).T.contiguous())
-
-
-@lru_cache(maxsize=64)
-def _options(edges: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
-    """Return the arguments of fla's inner functions for the edges of fragments, without waiting for the device."""
-    on_host = torch.tensor(edges, dtype=torch.int64)
-    on_device = on_host.to(device)
-    chunks = fla_functions().prepare_chunk_indices
-    return {"cu_seqlens": on_device, "chunk_indices": chunks(on_device, CHUNK, cu_seqlens_cpu=on_host)}

@@ -8,7 +8,7 @@ and their sums in fp32, as in fla's kernels.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -16,22 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from bmburst_ops.fragments import CHUNK
+from bmburst_ops.linear.spans import Spans
 
 _COLUMNS = 64  # of a state for a program
 _MOST_STAGES = 3  # loads of so many chunks in flight, if shared memory holds them
 _SCRATCH = 32 << 10  # bytes of shared memory for other things
-
-
-class Spans(NamedTuple):
-    """The tokens of some fragments, on the device, int64: `[fragments]` each.
-
-    Attributes:
-        begins: First tokens.
-        ends: The tokens behind the last ones.
-    """
-
-    begins: Tensor
-    ends: Tensor
 
 
 def summarize(
@@ -54,7 +43,7 @@ def summarize(
     states = sums.new_empty(len(spans.begins), heads, key_dim, value_dim)
     blocks = triton.cdiv(value_dim, _COLUMNS) + (0 if written is None else triton.cdiv(key_dim, _COLUMNS))
     _summary_kernel[len(spans.begins) * heads, blocks](
-        *(keys, written, values, sums, transitions, states, *spans), **_sizes(keys, values, written, sums, tiles=2)
+        *(keys, written, values, sums, transitions, states, *spans[:2]), **_sizes(keys, values, written, tiles=2)
     )
     return transitions, states
 
@@ -84,28 +73,28 @@ def start_gradients(
     heads, value_dim = grad_out.shape[2:]
     states = sums.new_empty(len(spans.begins), heads, keys.shape[3], value_dim)
     _start_gradient_kernel[len(spans.begins) * heads, triton.cdiv(value_dim, _COLUMNS)](
-        *(queries, keys, written, grad_out, grad_values, sums, states, *spans, scale),
-        **_sizes(keys, grad_out, written, sums, tiles=3),
+        *(queries, keys, written, grad_out, grad_values, sums, states, *spans[:2], scale),
+        **_sizes(keys, grad_out, written, tiles=3),
     )
     return states
 
 
-def _sizes(keys: Tensor, values: Tensor, written: Tensor | None, sums: Tensor, tiles: int) -> dict[str, int | bool]:
+def _sizes(keys: Tensor, values: Tensor, written: Tensor | None, tiles: int) -> dict[str, int | bool]:
     """Return the constants of a kernel that loads `tiles` times the keys of a chunk, and about as often the values."""
     key_dim = keys.shape[3]
     block_key = max(16, triton.next_power_of_2(key_dim))
     chunk = CHUNK * keys.element_size() * (tiles * block_key + (tiles - 1) * _COLUMNS)
-    stages = (_shared_memory(keys.device) - _SCRATCH) // chunk
+    stages = (shared_memory(keys.device) - _SCRATCH) // chunk
     return {
         **{"heads": values.shape[2], "key_heads": keys.shape[2], "key_dim": key_dim, "value_dim": values.shape[3]},
         **{"chunk": CHUNK, "block_key": block_key, "block_columns": _COLUMNS},
-        **{"by_channel": sums.dim() == 4, "is_delta": written is not None},
+        **{"is_delta": written is not None},
         **{"num_warps": 4 if block_key <= 128 else 8, "num_stages": max(1, min(_MOST_STAGES, stages))},
     }
 
 
 @cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program may have; 0 on a CPU, in Triton's interpreter."""
     if device.type == "cpu":
         return 0
@@ -118,7 +107,7 @@ def _summary_kernel(
     keys, written, values, sums, transitions, states, begins, ends,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
-    by_channel: tl.constexpr, is_delta: tl.constexpr,
+    is_delta: tl.constexpr,
 ):  # fmt: skip
     fragment, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     value_blocks: tl.constexpr = (value_dim + block_columns - 1) // block_columns
@@ -140,7 +129,7 @@ def _summary_kernel(
             place = (row * heads + head) * key_dim + rows[:, None] * (heads * key_dim) + channels[None, :]
             read = tl.load(written + place, mask=inside[:, None] & is_channel[None, :], other=0.0)
             added -= tl.dot(read, state.to(read.dtype))
-        if by_channel:
+        if is_delta:
             last = tl.load(sums + (last_row * heads + head) * key_dim + channels, mask=is_channel, other=0.0)
             state *= tl.exp2(last)[:, None]
         else:
@@ -169,7 +158,7 @@ def _start_gradient_kernel(
     queries, keys, written, grad_out, grad_values, sums, states, begins, ends, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
-    by_channel: tl.constexpr, is_delta: tl.constexpr,
+    is_delta: tl.constexpr,
 ):  # fmt: skip
     fragment, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
@@ -187,7 +176,7 @@ def _start_gradient_kernel(
         at_value = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
         is_there = inside[:, None] & of_value[None, :]
         grad = tl.load(grad_out + at_value, mask=is_there, other=0.0)
-        if by_channel:
+        if is_delta:
             last = tl.load(sums + (last_row * heads + head) * key_dim + channels, mask=is_channel, other=0.0)
         else:
             last = tl.load(sums + last_row * heads + head)
@@ -196,12 +185,10 @@ def _start_gradient_kernel(
             place = of_key + rows[:, None] * (key_heads * key_dim) + channels[None, :]
             key = tl.load(keys + place, mask=inside[:, None] & is_channel[None, :], other=0.0)
             added = tl.dot(key, state.to(key.dtype))
-            if not by_channel:
-                added *= tl.where(inside, tl.exp2(last - each), 0.0)[:, None]
             added += tl.load(grad_values + at_value, mask=is_there, other=0.0)
         place = of_key + rows[None, :] * (key_heads * key_dim) + channels[:, None]
         query = tl.load(queries + place, mask=inside[None, :] & is_channel[:, None], other=0.0)
-        if by_channel:
+        if is_delta:
             state *= tl.exp2(last)[:, None]
         else:
             query = query * tl.exp2(each)[None, :]

@@ -149,8 +149,10 @@ def test_pieces_of_one_fragment_without_states_are_not_folded():
 
 
 def test_fragments_fill_a_gpu():
-    assert fragment_tokens(65_536, 32, 128, 132) == 32_768 and fragment_tokens(65_536, 8, 128, 132) == 8_192
-    assert fragment_tokens(2_048, 4, 64, 132) == 4_096 and fragment_tokens(65_536, 4096, 128, 132) == 65_536
+    assert [fragment_tokens("kda", 65_536, heads, 128, 132) for heads in (32, 8)] == [32_768, 8_192]
+    assert fragment_tokens("gated_delta", 65_536, 32, 128, 132) == 16_384  # two programs a multiprocessor
+    assert fragment_tokens("kda", 2_048, 4, 64, 132) == 4_096
+    assert fragment_tokens("kda", 65_536, 4096, 128, 132) == 65_536
 
 
 def test_the_fastest_choice_of_a_kernel_comes_first_if_the_kernel_has_it():

@@ -1,0 +1,384 @@
+"""The gated delta rule in Triton: two scans over the chunks of each fragment, and the gradients of each chunk.
+
+In a chunk with keys K, values V, decays from its beginning G (the diagonal of exp2 of `sums`) and the state S before
+it, the values that the chunk adds are
+
+    N = A X,  X = beta (V - G K S),  A = (I + M)^-1,  M = tril(beta G K K^T G^-1, -1).
+
+The output is `scale (G Q S + P N)` with `P = tril(G Q K^T G^-1)`, and the state after the chunk `g S + (g G^-1 K)^T N`,
+where g is the last decay. Given the gradient of N, that of X is `Y = A^T dN`. As `dM = -Y N^T`, the inverse needs no
+gradient of its own. So what other implementations write between their kernels (w and u of the WY representation, and
+their gradients) is never written.
+
+All tensors are contiguous, of one flat batch: `[1, tokens, heads, dim]`. Products are of 16-bit numbers and their sums
+in fp32, as in fla's kernels. Source of the chunks: arXiv:2412.06464, section 3.3.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bmburst_ops.fragments import CHUNK
+from bmburst_ops.linear.spans import Fragments, Spans
+from bmburst_ops.linear.triton_summaries import shared_memory
+
+_COLUMNS = 64  # of a state for a program
+_WIDE = 128  # wider keys take more warps
+_WIDE_GRADIENTS = {"num_warps": 16, "block_columns": 32}
+_SCRATCH = 32 << 10  # bytes of shared memory for other things than loads
+_ROOM = 96 << 10  # bytes that wide keys take with all columns
+
+
+class Chunks(NamedTuple):
+    """What both scans read of the chunks.
+
+    Attributes:
+        keys: K, `[1, tokens, key_heads, key_dim]`.
+        sums: Sums of the decays from the beginning of each chunk, in units of log 2, `[1, tokens, heads]`, fp32.
+        beta: `[1, tokens, heads]`.
+        inverse: A, `[1, tokens, heads, 64]`, typed as keys.
+    """
+
+    keys: Tensor
+    sums: Tensor
+    beta: Tensor
+    inverse: Tensor
+
+
+def summarize(chunks: Chunks, values: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+    """Return M, `[fragments, heads, key_dim, key_dim]`, and U, `[fragments, heads, key_dim, value_dim]`, in fp32."""
+    heads, value_dim = values.shape[2:]
+    key_dim, count = chunks.keys.shape[3], len(spans.begins)
+    transitions = chunks.sums.new_empty(count, heads, key_dim, key_dim)
+    states = chunks.sums.new_empty(count, heads, key_dim, value_dim)
+    sizes = _sizes(chunks, values, tiles=1, stages=3)
+    blocks = sum(triton.cdiv(dim, sizes["block_columns"]) for dim in (value_dim, key_dim))
+    _scan_kernel[count * heads, blocks](
+        *(None, *chunks, values, None, None, None, None, transitions, states, *spans, 1.0), **sizes
+    )
+    return transitions, states
+
+
+def outputs(
+    queries: Tensor, chunks: Chunks, values: Tensor, before: Tensor | None, scale: float, spans: Spans
+) -> Tensor:
+    """Return the outputs of all fragments, given the states before them, `[fragments, heads, key_dim, value_dim]`."""
+    found = torch.empty_like(values)
+    sizes = _sizes(chunks, values, tiles=2, stages=2)
+    _scan_kernel[_grid(values, spans, sizes)](
+        *(queries, *chunks, values, before, found, None, None, None, None, *spans, scale), **sizes
+    )
+    return found
+
+
+def states_of_chunks(
+    chunks: Chunks, values: Tensor, before: Tensor | None, fragments: Fragments
+) -> tuple[Tensor, Tensor]:
+    """Return the state before each chunk, `[chunks, heads, key_dim, value_dim]`, typed as values, and N."""
+    states = values.new_empty(len(fragments.chunks), values.shape[2], chunks.keys.shape[3], values.shape[3])
+    added = torch.empty_like(values)
+    sizes = _sizes(chunks, values, tiles=1, stages=3)
+    _scan_kernel[_grid(values, fragments.spans, sizes)](
+        *(None, *chunks, values, before, None, states, added, None, None, *fragments.spans, 1.0), **sizes
+    )
+    return states, added
+
+
+def start_gradients(queries: Tensor, chunks: Chunks, grad_out: Tensor, scale: float, spans: Spans) -> Tensor:
+    """Return the gradients of the states before fragments through the outputs of each, as states, in fp32."""
+    found = chunks.sums.new_empty(len(spans.begins), grad_out.shape[2], chunks.keys.shape[3], grad_out.shape[3])
+    sizes = _sizes(chunks, grad_out, tiles=2, stages=2)
+    _reverse_kernel[_grid(grad_out, spans, sizes)](
+        *(queries, *chunks, grad_out, None, None, None, found, *spans, scale), **sizes
+    )
+    return found
+
+
+def gradients_of_chunks(
+    queries: Tensor, chunks: Chunks, grad_out: Tensor, after: Tensor | None, scale: float, fragments: Fragments
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the state after each chunk, as `states_of_chunks`, and Y."""
+    states = grad_out.new_empty(len(fragments.chunks), grad_out.shape[2], chunks.keys.shape[3], grad_out.shape[3])
+    found = torch.empty_like(grad_out)
+    sizes = _sizes(chunks, grad_out, tiles=2, stages=1)
+    _reverse_kernel[_grid(grad_out, fragments.spans, sizes)](
+        *(queries, *chunks, grad_out, after, states, found, None, *fragments.spans, scale), **sizes
+    )
+    return states, found
+
+
+def input_gradients(
+    queries: Tensor,
+    norms: tuple[Tensor | None, Tensor | None],
+    chunks: Chunks,
+    values: Tensor,
+    grad_out: Tensor,
+    of_chunks: tuple[Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+    fragments: Fragments,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys, values, the sums of decays (of natural logarithms) and beta.
+
+    Args:
+        queries: Queries.
+        norms: Reciprocals of the norms by which queries and keys were divided, `[1, tokens, key_heads]`, fp32: the
+            gradients are those before the division. None: they were not divided.
+        chunks: See `Chunks`.
+        values: Values.
+        grad_out: Gradient of the output.
+        of_chunks: What `states_of_chunks` and `gradients_of_chunks` returned.
+        scale: Factor on the output.
+        fragments: All fragments.
+    """
+    keys, sums, beta, _ = chunks
+    heads = values.shape[2]
+    key_heads, key_dim = keys.shape[2:]
+    dq, dk = (values.new_empty(*values.shape[:3], key_dim) for _ in range(2))
+    dv, dg, dbeta = torch.empty_like(values), torch.empty_like(sums), torch.empty_like(beta)
+    _gradient_kernel[len(fragments.chunks), heads](
+        *(queries, keys, *norms, values, sums, beta, grad_out, *of_chunks),
+        *(dq, dk, dv, dg, dbeta, fragments.edges, fragments.chunks, scale),
+        **_sizes(chunks, values, tiles=3, stages=3) | ({"num_warps": 8} if key_dim <= _WIDE else _WIDE_GRADIENTS),
+    )
+    if heads > key_heads:
+        dq, dk = (t.unflatten(2, (key_heads, -1)).sum(3) for t in (dq, dk))
+    return dq, dk, dv, dg, dbeta
+
+
+def _grid(values: Tensor, spans: Spans, sizes: dict[str, int]) -> tuple[int, int]:
+    """Return the programs of a scan: fragments and heads, and columns of the state."""
+    return len(spans.begins) * values.shape[2], triton.cdiv(values.shape[3], sizes["block_columns"])
+
+
+def _sizes(chunks: Chunks, values: Tensor, tiles: int, stages: int) -> dict[str, int]:
+    """Return the constants of a kernel.
+
+    Args:
+        chunks: See `Chunks`.
+        values: Values, or a tensor of their shape.
+        tiles: How many tiles of 64 rows as wide as a key a stage loads. It loads two narrower ones too.
+        stages: Stages of loads in flight, the fastest number on an H200; fewer where shared memory is small.
+    """
+    key_heads, key_dim = chunks.keys.shape[2:]
+    block_key = max(16, triton.next_power_of_2(key_dim))
+    room = shared_memory(chunks.keys.device) - _SCRATCH
+    columns = _COLUMNS if key_dim <= _WIDE or room > _ROOM else _COLUMNS // 2
+    load = CHUNK * chunks.keys.element_size() * (tiles * block_key + 2 * columns)
+    return {
+        **{"heads": values.shape[2], "key_heads": key_heads, "key_dim": key_dim, "value_dim": values.shape[3]},
+        **{"chunk": CHUNK, "block_key": block_key, "block_columns": columns},
+        **{"num_warps": 4 if key_dim <= _WIDE else 8, "num_stages": max(1, min(stages, room // load))},
+    }
+
+
+@triton.jit
+def _scan_kernel(
+    queries, keys, sums, beta, inverse, values, before, out, states, added, transitions, ends_,
+    begins, ends, firsts, scale,
+    heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+    chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
+):  # fmt: skip
+    fragment, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    value_blocks: tl.constexpr = (value_dim + block_columns - 1) // block_columns
+    is_value = tl.program_id(1) < value_blocks  # the other programs compute M: columns whose values are zero
+    block = tl.where(is_value, tl.program_id(1), tl.program_id(1) - value_blocks)
+    rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
+    columns = block * block_columns + tl.arange(0, block_columns)
+    is_channel = channels < key_dim
+    of_value = is_value & (columns < value_dim)
+    begin, end = tl.load(begins + fragment), tl.load(ends + fragment)
+    of_state = channels[:, None] * value_dim + columns[None, :]
+    in_state = is_channel[:, None] & of_value[None, :]
+    one = (fragment * heads + head).to(tl.int64) * key_dim
+    if transitions is not None:
+        state = tl.where((channels[:, None] == columns[None, :]) & (is_value == 0), 1.0, 0.0)
+    elif before is not None:
+        state = tl.load(before + one * value_dim + of_state, mask=in_state, other=0.0)
+    else:
+        state = tl.zeros((block_key, block_columns), tl.float32)
+    if states is not None:
+        states += (tl.load(firsts + fragment) * heads + head) * (key_dim * value_dim)
+    for row in range(begin, end, chunk):
+        inside = rows < end - row
+        at_key = (row * key_heads + head // (heads // key_heads)) * key_dim
+        at_key += rows[:, None] * (key_heads * key_dim) + channels[None, :]
+        at_value = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
+        at_row = row * heads + head + rows * heads
+        at_inverse = (row * heads + head) * chunk + rows[:, None] * (heads * chunk) + rows[None, :]
+        is_key = inside[:, None] & is_channel[None, :]
+        is_there = inside[:, None] & of_value[None, :]
+        key = tl.load(keys + at_key, mask=is_key, other=0.0)
+        value = tl.load(values + at_value, mask=is_there, other=0.0).to(tl.float32)
+        inner = tl.load(inverse + at_inverse, mask=inside[:, None], other=0.0)
+        each = tl.load(sums + at_row, mask=inside, other=0.0)
+        last = tl.load(sums + (tl.minimum(row + chunk, end) - 1) * heads + head)
+        rate = tl.load(beta + at_row, mask=inside, other=0.0).to(tl.float32)
+        low = state.to(key.dtype)
+        if states is not None:
+            tl.store(states + of_state, low, mask=in_state)
+            states += heads * key_dim * value_dim
+        value = rate[:, None] * (value - tl.exp2(each)[:, None] * tl.dot(key, low))
+        new = tl.dot(inner, value.to(key.dtype))
+        if added is not None:
+            tl.store(added + at_value, new.to(key.dtype), mask=is_there)
+        if out is not None:
+            query = tl.load(queries + at_key, mask=is_key, other=0.0)
+            decays = tl.where(rows[:, None] >= rows[None, :], tl.exp2(each[:, None] - each[None, :]), 0.0)
+            weights = tl.dot(query, tl.trans(key)) * tl.where(inside[:, None] & inside[None, :], decays, 0.0)
+            result = tl.exp2(each)[:, None] * tl.dot(query, low)
+            result = tl.dot(weights.to(key.dtype), new.to(key.dtype), result) * scale
+            tl.store(out + at_value, result.to(key.dtype), mask=is_there)
+        new *= tl.where(inside, tl.exp2(last - each), 0.0)[:, None]
+        state = tl.dot(tl.trans(key), new.to(key.dtype), state * tl.exp2(last))
+    if transitions is not None:
+        tl.store(ends_ + one * value_dim + of_state, state, mask=in_state)
+        place = one * key_dim + channels[:, None] * key_dim + columns[None, :]
+        of_key = (is_value == 0) & (columns < key_dim)
+        tl.store(transitions + place, state, mask=is_channel[:, None] & of_key[None, :])
+
+
+@triton.jit
+def _reverse_kernel(
+    queries, keys, sums, beta, inverse, grad_out, after, states, found, starts,
+    begins, ends, firsts, scale,
+    heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+    chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
+):  # fmt: skip
+    fragment, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
+    columns = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+    is_channel, of_value = channels < key_dim, columns < value_dim
+    begin, end = tl.load(begins + fragment), tl.load(ends + fragment)
+    in_keys = rows[:, None] * (key_heads * key_dim) + channels[None, :]
+    in_values = rows[:, None] * (heads * value_dim) + columns[None, :]
+    in_inverse = rows[:, None] * (heads * chunk) + rows[None, :]
+    of_state = channels[:, None] * value_dim + columns[None, :]
+    in_state = is_channel[:, None] & of_value[None, :]
+    one = (fragment * heads + head).to(tl.int64) * key_dim * value_dim
+    if after is not None:
+        state = tl.load(after + one + of_state, mask=in_state, other=0.0)
+    else:
+        state = tl.zeros((block_key, block_columns), tl.float32)
+    last_chunk = (end - begin - 1) // chunk
+    if states is not None:
+        states += ((tl.load(firsts + fragment) + last_chunk) * heads + head) * (key_dim * value_dim)
+    last_row = begin + last_chunk * chunk
+    for passed in range(0, end - begin, chunk):
+        row = last_row - passed
+        inside = rows < end - row
+        first = row * heads + head
+        at_key = (row * key_heads + head // (heads // key_heads)) * key_dim
+        is_key = inside[:, None] & is_channel[None, :]
+        is_there = inside[:, None] & of_value[None, :]
+        key = tl.load(keys + at_key + in_keys, mask=is_key, other=0.0)
+        query = tl.load(queries + at_key + in_keys, mask=is_key, other=0.0)
+        grad = tl.load(grad_out + first * value_dim + in_values, mask=is_there, other=0.0)
+        inner = tl.load(inverse + first * chunk + in_inverse, mask=inside[:, None], other=0.0)
+        each = tl.load(sums + first + rows * heads, mask=inside, other=0.0)
+        last = tl.load(sums + (tl.minimum(row + chunk, end) - 1) * heads + head)
+        rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
+        low = state.to(key.dtype)
+        if states is not None:
+            tl.store(states + of_state, low, mask=in_state)
+            states -= heads * key_dim * value_dim
+        decays = tl.where(rows[:, None] <= rows[None, :], tl.exp2(each[None, :] - each[:, None]), 0.0)
+        weights = tl.dot(key, tl.trans(query)) * tl.where(inside[:, None] & inside[None, :], decays, 0.0) * scale
+        new = tl.where(inside, tl.exp2(last - each), 0.0)[:, None] * tl.dot(key, low)
+        new = tl.dot(weights.to(grad.dtype), grad, new)
+        of_values = tl.dot(tl.trans(inner), new.to(key.dtype))
+        if states is not None:
+            tl.store(found + first * value_dim + in_values, of_values.to(key.dtype), mask=is_there)
+        of_values *= (rate * tl.exp2(each))[:, None]
+        grad = (grad * (scale * tl.exp2(each))[:, None]).to(key.dtype)
+        state = tl.dot(tl.trans(query), grad, state * tl.exp2(last))
+        state -= tl.dot(tl.trans(key), of_values.to(key.dtype))
+    if starts is not None:
+        tl.store(starts + one + of_state, state, mask=in_state)
+
+
+@triton.jit
+def _gradient_kernel(
+    queries, keys, query_norms, key_norms, values, sums, beta, grad_out, states, added, grad_states, grad_values,
+    dq, dk, dv, dg, dbeta, edges, places, scale,
+    heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+    chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
+):  # fmt: skip
+    number, head = tl.program_id(0), tl.program_id(1)
+    fragment, place = tl.load(places + number * 2), tl.load(places + number * 2 + 1)
+    row, end = tl.load(edges + fragment) + place * chunk, tl.load(edges + fragment + 1)
+    first, first_key = row * heads + head, row * key_heads + head // (heads // key_heads)
+    rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
+    inside, is_channel = rows < end - row, channels < key_dim
+    is_key = inside[:, None] & is_channel[None, :]
+    in_keys = rows[:, None] * (key_heads * key_dim) + channels[None, :]
+    each = tl.load(sums + first + rows * heads, mask=inside, other=0.0)
+    last = tl.load(sums + (tl.minimum(row + chunk, end) - 1) * heads + head)
+    rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
+    key = tl.load(keys + first_key * key_dim + in_keys, mask=is_key, other=0.0)
+    query = tl.load(queries + first_key * key_dim + in_keys, mask=is_key, other=0.0)
+    states += (number.to(tl.int64) * heads + head) * (key_dim * value_dim)
+    grad_states += (number.to(tl.int64) * heads + head) * (key_dim * value_dim)
+    values, grad_out, added = values + first * value_dim, grad_out + first * value_dim, added + first * value_dim
+    grad_values, dv = grad_values + first * value_dim, dv + first * value_dim
+
+    of_query = tl.zeros((chunk, block_key), tl.float32)
+    of_read = tl.zeros((chunk, block_key), tl.float32)  # Y S^T
+    of_key = tl.zeros((chunk, block_key), tl.float32)
+    of_weights = tl.zeros((chunk, chunk), tl.float32)
+    of_inner = tl.zeros((chunk, chunk), tl.float32)  # Y N^T
+    of_rate = tl.zeros((chunk,), tl.float32)
+    of_last = tl.zeros((block_columns, block_key), tl.float32)
+    for begin in range(0, value_dim, block_columns):
+        columns = begin + tl.arange(0, block_columns)
+        of_value = columns < value_dim
+        is_there = inside[:, None] & of_value[None, :]
+        at_value = rows[:, None] * (heads * value_dim) + columns[None, :]
+        in_state = of_value[:, None] & is_channel[None, :]
+        at_state = columns[:, None] + channels[None, :] * value_dim  # transposed
+        grad = tl.load(grad_out + at_value, mask=is_there, other=0.0)
+        grad_value = tl.load(grad_values + at_value, mask=is_there, other=0.0)
+        new = tl.load(added + at_value, mask=is_there, other=0.0)
+        value = tl.load(values + at_value, mask=is_there, other=0.0)
+        state = tl.load(states + at_state, mask=in_state, other=0.0)
+        grad_state = tl.load(grad_states + at_state, mask=in_state, other=0.0)
+        of_query = tl.dot(grad, state, of_query)
+        of_read = tl.dot(grad_value, state, of_read)
+        of_key = tl.dot(new, grad_state, of_key)
+        of_weights = tl.dot(grad, tl.trans(new), of_weights)
+        of_inner = tl.dot(grad_value, tl.trans(new), of_inner)
+        of_rate += tl.sum(grad_value.to(tl.float32) * value.to(tl.float32), 1)
+        of_last += state.to(tl.float32) * grad_state.to(tl.float32)
+        tl.store(dv + at_value, (grad_value * rate[:, None]).to(grad.dtype), mask=is_there)
+
+    low = key.dtype
+    decays = tl.where(inside[:, None] & inside[None, :], tl.exp2(each[:, None] - each[None, :]), 0.0)
+    of_weights = tl.where(rows[:, None] >= rows[None, :], of_weights * decays * scale, 0.0).to(low)
+    of_inner = tl.where(rows[:, None] > rows[None, :], -of_inner * decays, 0.0)
+    of_query = tl.dot(of_weights, key, of_query * (scale * tl.exp2(each))[:, None])
+    of_read = tl.dot(of_inner.to(low), key, of_read * -tl.exp2(each)[:, None])
+    of_key *= tl.where(inside, tl.exp2(last - each), 0.0)[:, None]
+    total = tl.sum(key.to(tl.float32) * of_key) + tl.exp2(last) * tl.sum(of_last)
+    of_key = tl.dot(tl.trans((rate[:, None] * of_inner).to(low)), key, of_key)
+    of_key = tl.dot(tl.trans(of_weights), query, of_key)
+    by_query = tl.sum(query.to(tl.float32) * of_query, 1)
+    by_read = tl.sum(key.to(tl.float32) * of_read, 1)
+    by_key = tl.sum(key.to(tl.float32) * of_key, 1)
+    is_last = row + rows == tl.minimum(row + chunk, end) - 1
+    of_sum = by_query - by_key + rate * by_read + tl.where(is_last, total, 0.0)
+    tl.store(dg + first + rows * heads, of_sum, mask=inside)
+    tl.store(dbeta + first + rows * heads, (of_rate + by_read).to(dbeta.dtype.element_ty), mask=inside)
+    of_key += rate[:, None] * of_read
+    if query_norms is not None:
+        at_norm = first_key + rows * key_heads
+        norm = tl.load(query_norms + at_norm, mask=inside, other=0.0)[:, None]
+        of_query = norm * (of_query - by_query[:, None] * query.to(tl.float32))
+        norm = tl.load(key_norms + at_norm, mask=inside, other=0.0)[:, None]
+        of_key = norm * (of_key - (by_key + rate * by_read)[:, None] * key.to(tl.float32))
+    at_key = first * key_dim + rows[:, None] * (heads * key_dim) + channels[None, :]
+    tl.store(dq + at_key, of_query.to(low), mask=is_key)
+    tl.store(dk + at_key, of_key.to(low), mask=is_key)
