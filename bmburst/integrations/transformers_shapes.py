@@ -104,20 +104,19 @@ def _recurrent(layer: nn.Module) -> RecurrentLayer:
     found: Any = layer
     if _has(layer, _DELTA):
         state = found.num_v_heads, found.head_k_dim, found.head_v_dim
-        return RecurrentLayer(state, True, found.conv_dim, found.conv_kernel_size, gates=2, factors=1)
+        return RecurrentLayer(state, "gated_delta", found.conv_dim, found.conv_kernel_size, gates=2)
     if _has(layer, _KDA):
         state = found.num_heads, found.head_dim, found.head_dim
-        return RecurrentLayer(state, True, found.conv_dim, found.conv_kernel_size, gates=found.head_dim + 1, factors=2)
+        return RecurrentLayer(state, "kda", found.conv_dim, found.conv_kernel_size, gates=found.head_dim + 1)
     if _has(layer, _LIGHTNING):
-        return RecurrentLayer(
-            (found.num_attention_heads, found.head_dim, found.head_dim), False, 0, 1, gates=1, factors=0
-        )
+        state = found.num_attention_heads, found.head_dim, found.head_dim
+        return RecurrentLayer(state, "decay", 0, 1, gates=1)
     if _has(layer, _SSD):
         state = found.num_heads, found.ssm_state_size, found.head_dim
-        return RecurrentLayer(state, False, found.conv_dim, found.conv_kernel_size, gates=1, factors=0)
+        return RecurrentLayer(state, "decay", found.conv_dim, found.conv_kernel_size, gates=1)
     if _has(layer, ("conv",)) and isinstance(found.conv, nn.Conv1d):
         (width,) = found.conv.kernel_size
-        return RecurrentLayer((), False, found.conv.in_channels, width, gates=0, factors=0)
+        return RecurrentLayer((), "", found.conv.in_channels, width, gates=0)
     raise _unpriced(layer, "its recurrence is none of those that plan knows")
 
 

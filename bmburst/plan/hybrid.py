@@ -9,7 +9,7 @@ the run of benchmarks/results/hybrid_2xh200_202611.md, which took 1.46 s and 29.
 - a matrix product takes 2 FLOPs for each weight that a token meets, forward, recomputed, and twice backward;
 - a recurrence takes `RECURRENCE` for each number of its states, a convolution `CONVOLUTION` for each channel;
 - latent attention exchanges and computes keys and values of all heads;
-- recurrent layers keep the states between fragments and the factors of chunks as fla's kernels do, and a block in
+- recurrent layers keep the states between fragments and the factors of chunks as kernels do, and a block in
   backward has their inputs beside the results of its matrix products;
 - norms, activations, gates and casts, which transformers computes one by one, take `ELEMENTWISE` for each number that
   the products of a block give;
@@ -34,10 +34,13 @@ from bmburst.schedule.units import HeadShapes
 from bmburst_ops.fragments import CHUNK, fragment_tokens, fragments
 
 _MEASURED = 65_536 * 32 * 128 * 128  # tokens times numbers of a state
-RECURRENCE = MappingProxyType({0: 10.4e-3 / _MEASURED, 1: 17.6e-3 / _MEASURED, 2: 46.0e-3 / _MEASURED})
-"""Seconds for a token and a number of a state, both passes, by `RecurrentLayer.factors`: scalar decay, the gated delta
-rule, Kimi delta attention. Measured with two runs of 32,768 tokens and 32 heads of 128 x 128 on an H200, without
-exchange. Other machines are assumed to be as fast."""
+RECURRENCE = MappingProxyType(
+    {"decay": 10.4e-3 / _MEASURED, "gated_delta": 12.5e-3 / _MEASURED, "kda": 44.9e-3 / _MEASURED}
+)
+"""Seconds for a token and a number of a state, both passes, by the kind of recurrence. Measured with 65,536 tokens and
+32 heads of 128 x 128 on an H200, without exchange. Other machines are assumed to be as fast."""
+_KEPT = MappingProxyType({"decay": 0, "gated_delta": CHUNK + 2, "kda": 2 * CHUNK})
+"""Numbers in bf16 that kernels keep for a token and head: rows of the matrices of its chunk, and a sum in fp32."""
 CONVOLUTION = 1.6e-3 / (32_768 * 8_192)
 """Seconds for a token and a channel, forward twice and backward once, with 4 taps on an H200."""
 ELEMENTWISE = 0.33 / (32_768 * 8 * 45_120)
@@ -73,24 +76,22 @@ class RecurrentLayer:
 
     Attributes:
         state: Heads, rows and columns of the state; empty for a convolution alone.
-        is_matrix: Whether M is a matrix of rows by rows for each head, as in the delta rule, or else one number.
+        kind: Of `bmburst_ops.linear.Recurrence`; "" for a convolution alone.
         channels: Channels of its convolution.
         width: Tokens of its convolution.
         gates: Gates of a head for a token, in fp32.
-        factors: Matrices of a chunk by a chunk that fla's kernel keeps for each head and chunk.
     """
 
     state: tuple[int, ...]
-    is_matrix: bool
+    kind: str
     channels: int
     width: int
     gates: int
-    factors: int
 
     @property
     def kept(self) -> int:
-        """Numbers that recompute keeps for a token: the output of the recurrence, and the factors of its chunk."""
-        return self.state[0] * (self.state[-1] + CHUNK * self.factors) if self.state else 0
+        """Numbers that recompute keeps for a token: the output of the recurrence, and what its kernels keep."""
+        return self.state[0] * (self.state[-1] + _KEPT[self.kind]) if self.state else 0
 
     @property
     def inputs(self) -> int:
@@ -111,7 +112,7 @@ class RecurrentLayer:
             return 0
         pieces = batch * (_LINKS if gpus > 1 else 1)
         piece = -(-batch * sequence // (gpus * pieces))
-        tokens = fragment_tokens(piece * pieces, self.state[0], self.state[-1], multiprocessors)
+        tokens = fragment_tokens(self.kind, piece * pieces, self.state[0], self.state[-1], multiprocessors)
         in_piece = len(fragments((0, piece), tokens)[0]) - 1
         if gpus == 1 and in_piece == 1:  # it begins with a state that is zero, and nobody reads the last one
             return 0
@@ -121,7 +122,7 @@ class RecurrentLayer:
     def costs(self, size: int, batch: int) -> tuple[LinearCost, LinearCost]:
         """Return the exchanges of the recurrence and of the convolution over `size` ranks."""
         heads, rows, _ = self.state or (0, 0, 0)
-        m, state = _STATE * heads * (rows * rows if self.is_matrix else 1), _STATE * prod(self.state or (0,))
+        m, state = _STATE * heads * (rows * rows if self.kind in ("gated_delta", "kda") else 1), _STATE * prod(self.state or (0,))
         links = _LINKS * batch
         halo = ITEMSIZE["bfloat16"] * self.channels * (self.width - 1)
         return (
@@ -206,7 +207,8 @@ def hybrid_step(model: Hybrid, sequence: int, batch: int, gpus: int, hardware: H
         seconds["attention communication"] += count * exposed
     exchanged = 0
     for recurrent, count in model.recurrent.items():
-        seconds["recurrences"] += count * rows * prod(recurrent.state or (0,)) * RECURRENCE[recurrent.factors]
+        if recurrent.state:
+            seconds["recurrences"] += count * rows * prod(recurrent.state) * RECURRENCE[recurrent.kind]
         seconds["convolutions"] += count * rows * recurrent.channels * CONVOLUTION
         state, halo = recurrent.costs(gpus, batch)
         for cost, hops in ((state, state.hops(hardware)), (halo, 1)):

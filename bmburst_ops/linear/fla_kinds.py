@@ -19,7 +19,6 @@ from bmburst_ops.linear.kernel import Inputs, Recurrence
 from bmburst_ops.linear.spans import Fragments, Spans
 
 NAME = "fla"
-_DIAGONAL = 16  # rows of the blocks in which fla inverts a chunk
 
 
 class Kind(ABC):
@@ -33,11 +32,9 @@ class Kind(ABC):
     """
 
     def __init__(self, recurrence: Recurrence, inputs: Inputs, fragments: Fragments, factors: Inputs = ()) -> None:
-        self.scale, self.fla, self.fragments = recurrence.scale, fla_functions(), fragments
+        self.recurrence, self.inputs, self.fragments = recurrence, inputs, fragments
+        self.fla, self._given = fla_functions(), factors
         self.options = {"cu_seqlens": fragments.edges, "chunk_indices": fragments.chunks}
-        self._normalized = tuple(self.fla.norm_fwd(t) if recurrence.normalize else (t, None) for t in inputs[:2])
-        self.inputs = *(t for t, _ in self._normalized), *inputs[2:]
-        self._given = factors
 
     @property
     def factors(self) -> Inputs:
@@ -45,8 +42,13 @@ class Kind(ABC):
         return ()
 
     @abstractmethod
-    def summaries(self, spans: Spans) -> tuple[Tensor, Tensor]:
-        """Return M and U of some fragments; see `bmburst_ops.linear.triton_summaries.summarize`."""
+    def summaries(self, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
+        """Return M and U of some fragments.
+
+        Args:
+            spans: The fragments. U is zero where they have no tokens.
+            of_matrices: Likewise. M is the identity where they have no tokens.
+        """
 
     @abstractmethod
     def out(self, before: Tensor | None) -> Tensor:
@@ -63,6 +65,66 @@ class Kind(ABC):
     @abstractmethod
     def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
         """Return the gradients of the inputs, given those of the states after all fragments; None: zero."""
+
+
+class GatedDelta(Kind):
+    """Gated delta rule: one decay a token and head. Its kernels are ours."""
+
+    @property
+    def factors(self) -> Inputs:
+        """See `Kind.factors`: the sums of decays, and the inverse of each chunk."""
+        return self._chunks.sums, self._chunks.inverse
+
+    @cached_property
+    def _chunks(self) -> Any:
+        q, k, _, decays, beta = self.inputs
+        if not self._given:
+            return self.fla.delta.make_chunks(q, k, decays, beta, self.recurrence.normalize, self.fragments)
+        sums, inverse = self._given
+        (q, of_query), (k, of_key) = (self.fla.norm_fwd(t) if self.recurrence.normalize else (t, None) for t in (q, k))
+        return self.fla.delta.Chunks(q, k, of_query, of_key, sums, beta, inverse)
+
+    def summaries(self, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
+        """See `Kind.summaries`."""
+        found: tuple[Tensor, Tensor] = self.fla.delta.summarize(self._chunks, self.inputs[2], spans, of_matrices)
+        return found
+
+    def out(self, before: Tensor | None) -> Tensor:
+        """See `Kind.out`."""
+        found: Tensor = self.fla.delta.outputs(
+            self._chunks, self.inputs[2], before, self.recurrence.scale, self.fragments.spans
+        )
+        return found
+
+    def scanned_again(self, before: Tensor | None, grad_out: Tensor) -> Inputs:
+        """See `Kind.scanned_again`: nothing."""
+        del before, grad_out
+        return ()
+
+    def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
+        """See `Kind.state_gradients`."""
+        del scanned
+        found: Tensor = self.fla.delta.start_gradients(self._chunks, grad_out, self.recurrence.scale, spans)
+        return found
+
+    def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
+        """See `Kind.gradients`."""
+        del scanned
+        delta, chunks, values, scale = self.fla.delta, self._chunks, self.inputs[2], self.recurrence.scale
+        states = delta.states_of_chunks(chunks, values, before, self.fragments)
+        grads = delta.gradients_of_chunks(chunks, grad_out, after, scale, self.fragments)
+        found: Inputs = delta.input_gradients(chunks, values, grad_out, (*states, *grads), scale, self.fragments)
+        return found
+
+
+class _Scanned(Kind):
+    """Kinds by fla's kernels."""
+
+    def __init__(self, recurrence: Recurrence, inputs: Inputs, fragments: Fragments, factors: Inputs = ()) -> None:
+        super().__init__(recurrence, inputs, fragments, factors)
+        self.scale = recurrence.scale
+        self._normalized = tuple(self.fla.norm_fwd(t) if recurrence.normalize else (t, None) for t in inputs[:2])
+        self.inputs = *(t for t, _ in self._normalized), *inputs[2:]
 
     @cached_property
     def sums(self) -> Tensor:
@@ -82,80 +144,17 @@ class Kind(ABC):
             for (t, norm), grad in zip(self._normalized, grads, strict=True)
         )
 
-
-class GatedDelta(Kind):
-    """Gated delta rule: one decay a token and head. Its kernels are ours, but for the inverse of each chunk."""
-
-    @property
-    def factors(self) -> Inputs:
-        """See `Kind.factors`: the inverse of each chunk."""
-        return (self._chunks.inverse,)
-
-    @cached_property
-    def _chunks(self) -> Any:
-        _, k, _, _, beta = self.inputs
-        return self.fla.delta.Chunks(k, self.sums, beta, self._given[0] if self._given else self._inverse())
-
-    def _inverse(self) -> Tensor:
-        """Return the inverse of each chunk. fla's function that calls this kernel would compute w and u, too."""
-        _, k, v, _, beta = self.inputs
-        _, tokens, key_heads, key_dim = k.shape
-        heads = v.shape[2]
-        found = k.new_zeros(1, tokens, heads, CHUNK)
-        shape = {"T": tokens, "H": key_heads, "HV": heads, "K": key_dim, "BT": CHUNK, "BC": _DIAGONAL}
-        self.fla.delta_inverse[len(self.fragments.chunks), heads](
-            k=k, g=self.sums, beta=beta, A=found, **shape, **self.options
-        )
-        return found
-
-    def summaries(self, spans: Spans) -> tuple[Tensor, Tensor]:
-        """See `Kind.summaries`."""
-        found: tuple[Tensor, Tensor] = self.fla.delta.summarize(self._chunks, self.inputs[2], spans)
-        return found
-
-    def out(self, before: Tensor | None) -> Tensor:
-        """See `Kind.out`."""
-        q, _, v, *_ = self.inputs
-        found: Tensor = self.fla.delta.outputs(q, self._chunks, v, before, self.scale, self.fragments.spans)
-        return found
-
-    def scanned_again(self, before: Tensor | None, grad_out: Tensor) -> Inputs:
-        """See `Kind.scanned_again`: nothing."""
-        del before, grad_out
-        return ()
-
-    def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
-        """See `Kind.state_gradients`."""
-        del scanned
-        found: Tensor = self.fla.delta.start_gradients(self.inputs[0], self._chunks, grad_out, self.scale, spans)
-        return found
-
-    def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
-        """See `Kind.gradients`."""
-        del scanned
-        q, _, v, *_ = self.inputs
-        delta, chunks, fragments = self.fla.delta, self._chunks, self.fragments
-        states = delta.states_of_chunks(chunks, v, before, fragments)
-        grads = delta.gradients_of_chunks(q, chunks, grad_out, after, self.scale, fragments)
-        norms = tuple(norm for _, norm in self._normalized)
-        dq, dk, dv, of_sums, dbeta = delta.input_gradients(
-            q, norms, chunks, v, grad_out, (*states, *grads), self.scale, fragments
-        )
-        return dq, dk, dv, self.decays_of(of_sums), dbeta
-
-
-class _Scanned(Kind):
-    """Kinds by fla's kernels."""
-
     @property
     @abstractmethod
     def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Queries and keys of the scan, what each chunk reads of the state before it (w), and its values (u)."""
 
-    def summaries(self, spans: Spans) -> tuple[Tensor, Tensor]:
+    def summaries(self, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
         """See `Kind.summaries`."""
         _, keys, written, values = self.scan
-        found: tuple[Tensor, Tensor] = self.fla.summaries.summarize(keys, written, values, self.sums, spans)
+        found: tuple[Tensor, Tensor] = self.fla.summaries.summarize(
+            keys, written, values, self.sums, spans, of_matrices
+        )
         return found
 
     def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
@@ -304,7 +303,6 @@ def fla_functions() -> SimpleNamespace:
         decay_bwd_dh=chunk_h.chunk_bwd_dh,
         decay_fwd_h=chunk_h.chunk_fwd_h,
         delta=import_package("bmburst_ops.linear.triton_gated_delta", NAME),
-        delta_inverse=module("ops.gated_delta_rule.chunk_fwd").chunk_gated_delta_rule_fwd_kkt_solve_kernel,
         fwd_h=delta_h.chunk_gated_delta_rule_fwd_h,
         fwd_o=outputs.chunk_fwd_o,
         kda_bwd_dav=kda_bwd.chunk_kda_bwd_dAv,

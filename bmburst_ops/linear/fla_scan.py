@@ -31,6 +31,10 @@ class Plan(NamedTuple):
         by_piece: Edges of the folded pieces among these fragments.
         waiting: Numbers of the waiting pieces, among the folded ones.
         exporting: Likewise, of the exporting pieces.
+        unread: Numbers of the fragments whose U nobody reads: the last ones of pieces that are not exporting.
+        unread_matrices: Those whose M nobody reads: also the first ones of pieces that are neither.
+        unread_gradients: Those whose gradient of the state before them nobody reads: the first ones of pieces that do
+            not wait.
     """
 
     edges: tuple[int, ...]
@@ -39,6 +43,9 @@ class Plan(NamedTuple):
     by_piece: tuple[int, ...]
     waiting: tuple[int, ...]
     exporting: tuple[int, ...]
+    unread: tuple[int, ...]
+    unread_matrices: tuple[int, ...]
+    unread_gradients: tuple[int, ...]
 
 
 class FlaScan:
@@ -114,20 +121,19 @@ class FlaScan:
         inputs = tuple(t[None] for t in self._inputs)
         return KINDS[self._recurrence.kind](self._recurrence, inputs, fragments, self._factors)
 
-    @property
-    def _spans(self) -> Spans:
-        """The fragments that have M and U."""
-        return chosen_spans(self._plan.edges, self._plan.places, self._inputs[0].device)
+    def _spans(self, unread: tuple[int, ...]) -> Spans:
+        """Return the fragments that have M and U; unread ones without tokens."""
+        return chosen_spans(self._plan.edges, self._plan.places, self._inputs[0].device, unread)
 
     @cached_property
     def _summaries(self) -> tuple[Tensor, Tensor]:
-        """M and U of the fragments that have them."""
-        return self._kind.summaries(self._spans)
+        """M and U of the fragments that have them; where nobody reads them, the identity and zero."""
+        return self._kind.summaries(self._spans(self._plan.unread), self._spans(self._plan.unread_matrices))
 
     @cached_property
     def _own_gradients(self) -> Tensor:
         """The gradients of the states before these fragments through their own outputs."""
-        return self._kind.state_gradients(self._spans, self._grad_out, self._scanned)
+        return self._kind.state_gradients(self._spans(self._plan.unread_gradients), self._grad_out, self._scanned)
 
     def _of_pieces(self, numbers: tuple[int, ...], states: Tensor) -> Tensor:
         """Return the states of some of the folded pieces among those of all, zero for the others."""
@@ -169,6 +175,9 @@ def make_plan(pieces: Pieces, tokens: int) -> Plan:
     state_is_used = {*pieces.waiting, *pieces.exporting}
     folded = [n for n, (begin, end) in enumerate(pairwise(ends)) if end - begin > 1 or n in state_is_used]
     rank = {number: i for i, number in enumerate(folded)}
+    firsts = {ends[n] for n in folded if n not in pieces.waiting}
+    lasts = {ends[n + 1] - 1 for n in folded if n not in pieces.exporting}
+    exported = {ends[n] for n in pieces.exporting}
     return Plan(
         edges=edges,
         folded=len(folded),
@@ -176,4 +185,7 @@ def make_plan(pieces: Pieces, tokens: int) -> Plan:
         by_piece=tuple(accumulate((ends[n + 1] - ends[n] for n in folded), initial=0)),
         waiting=tuple(rank[number] for number in pieces.waiting),
         exporting=tuple(rank[number] for number in pieces.exporting),
+        unread=tuple(sorted(lasts)),
+        unread_matrices=tuple(sorted(lasts | firsts - exported)),
+        unread_gradients=tuple(sorted(firsts)),
     )

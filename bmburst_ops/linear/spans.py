@@ -48,10 +48,20 @@ def all_fragments(edges: tuple[int, ...], device: torch.device) -> Fragments:
 
 
 @lru_cache(maxsize=64)
-def chosen_spans(edges: tuple[int, ...], chosen: tuple[int, ...], device: torch.device) -> Spans:
-    """Return the tokens of some of the fragments between edges, by their numbers, without waiting for the device."""
+def chosen_spans(
+    edges: tuple[int, ...], chosen: tuple[int, ...], device: torch.device, empty: tuple[int, ...] = ()
+) -> Spans:
+    """Return the tokens of some of the fragments between edges, without waiting for the device.
+
+    Args:
+        edges: Edges of all fragments.
+        chosen: Numbers of the fragments.
+        device: Device of the result.
+        empty: Those of them that shall have no tokens.
+    """
     firsts = list(accumulate(_counts(edges), initial=0))
-    found = torch.tensor([(edges[n], edges[n + 1], firsts[n]) for n in chosen], dtype=torch.int64)
+    rows = [(edges[n], edges[n + (n not in empty)], firsts[n]) for n in chosen]
+    found = torch.tensor(rows, dtype=torch.int64)
     return Spans(*found.view(-1, 3).to(device).T.contiguous())
 
 

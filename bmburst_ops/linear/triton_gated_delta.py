@@ -10,8 +10,8 @@ where g is the last decay. Given the gradient of N, that of X is `Y = A^T dN`. A
 gradient of its own. So what other implementations write between their kernels (w and u of the WY representation, and
 their gradients) is never written.
 
-All tensors are contiguous, of one flat batch: `[1, tokens, heads, dim]`. Products are of 16-bit numbers and their sums
-in fp32, as in fla's kernels. Source of the chunks: arXiv:2412.06464, section 3.3.
+Tensors are contiguous, of one flat batch: `[1, tokens, heads, dim]`. Products are of 16-bit numbers and their sums in
+fp32, but those of A, which are in TF32. Source of the chunks: arXiv:2412.06464, section 3.3.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -24,54 +24,96 @@ import triton.language as tl
 from torch import Tensor
 
 from bmburst_ops.fragments import CHUNK
+from bmburst_ops.linear.kernel import EPSILON
 from bmburst_ops.linear.spans import Fragments, Spans
 from bmburst_ops.linear.triton_summaries import shared_memory
 
 _COLUMNS = 64  # of a state for a program
 _WIDE = 128  # wider keys take more warps
 _WIDE_GRADIENTS = {"num_warps": 16, "block_columns": 32}
+_ROWS = 16  # of values for a program
 _SCRATCH = 32 << 10  # bytes of shared memory for other things than loads
 _ROOM = 96 << 10  # bytes that wide keys take with all columns
 
 
 class Chunks(NamedTuple):
-    """What both scans read of the chunks.
+    """What the kernels read of the chunks.
 
     Attributes:
-        keys: K, `[1, tokens, key_heads, key_dim]`.
+        queries: Q, `[1, tokens, key_heads, key_dim]`.
+        keys: K, shaped alike.
+        query_norms: Reciprocals of the norms by which queries were divided, `[1, tokens, key_heads]`, fp32; None: they
+            were not divided.
+        key_norms: Likewise, of keys.
         sums: Sums of the decays from the beginning of each chunk, in units of log 2, `[1, tokens, heads]`, fp32.
         beta: `[1, tokens, heads]`.
         inverse: A, `[1, tokens, heads, 64]`, typed as keys.
     """
 
+    queries: Tensor
     keys: Tensor
+    query_norms: Tensor | None
+    key_norms: Tensor | None
     sums: Tensor
     beta: Tensor
     inverse: Tensor
 
 
-def summarize(chunks: Chunks, values: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
-    """Return M, `[fragments, heads, key_dim, key_dim]`, and U, `[fragments, heads, key_dim, value_dim]`, in fp32."""
+def make_chunks(
+    queries: Tensor, keys: Tensor, decays: Tensor, beta: Tensor, normalize: bool, fragments: Fragments
+) -> Chunks:
+    """Return the chunks of queries and keys, and of decays and beta of each token, `[1, tokens, heads]`.
+
+    Args:
+        queries: Queries.
+        keys: Keys.
+        decays: Natural logarithms of the decays.
+        beta: Beta.
+        normalize: Whether queries and keys are divided by their norms.
+        fragments: All fragments.
+    """
+    heads, (key_heads, key_dim) = beta.shape[2], keys.shape[2:]
+    inverse, sums = keys.new_empty(*beta.shape, CHUNK), _floats(beta, *beta.shape)
+    norms: tuple[Tensor | None, Tensor | None] = (None, None)
+    if normalize:
+        norms = _floats(beta, *keys.shape[:3]), _floats(beta, *keys.shape[:3])
+    divided = (torch.empty_like(queries), torch.empty_like(keys)) if normalize else (queries, keys)
+    _chunk_kernel[len(fragments.chunks), heads](
+        *(queries, keys, decays, beta, *divided, *norms, sums, inverse, fragments.edges, fragments.chunks, EPSILON),
+        **{"heads": heads, "key_heads": key_heads, "key_dim": key_dim, "chunk": CHUNK},
+        **{"block_key": max(16, triton.next_power_of_2(key_dim)), "num_warps": 4},
+    )
+    return Chunks(*divided, *norms, sums, beta, inverse)
+
+
+def summarize(chunks: Chunks, values: Tensor, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
+    """Return M, `[fragments, heads, key_dim, key_dim]`, and U, `[fragments, heads, key_dim, value_dim]`, in fp32.
+
+    Args:
+        chunks: See `Chunks`.
+        values: Values.
+        spans: The fragments. U is zero where they have no tokens.
+        of_matrices: Likewise. M is the identity where they have no tokens.
+    """
     heads, value_dim = values.shape[2:]
     key_dim, count = chunks.keys.shape[3], len(spans.begins)
-    transitions = chunks.sums.new_empty(count, heads, key_dim, key_dim)
-    states = chunks.sums.new_empty(count, heads, key_dim, value_dim)
+    transitions = _floats(values, count, heads, key_dim, key_dim)
+    states = _floats(values, count, heads, key_dim, value_dim)
     sizes = _sizes(chunks, values, tiles=1, stages=3)
     blocks = sum(triton.cdiv(dim, sizes["block_columns"]) for dim in (value_dim, key_dim))
     _scan_kernel[count * heads, blocks](
-        *(None, *chunks, values, None, None, None, None, transitions, states, *spans, 1.0), **sizes
+        *(*_scanned(chunks), values, None, None, None, None, transitions, states, *spans, of_matrices.ends, 1.0),
+        **sizes,
     )
     return transitions, states
 
 
-def outputs(
-    queries: Tensor, chunks: Chunks, values: Tensor, before: Tensor | None, scale: float, spans: Spans
-) -> Tensor:
+def outputs(chunks: Chunks, values: Tensor, before: Tensor | None, scale: float, spans: Spans) -> Tensor:
     """Return the outputs of all fragments, given the states before them, `[fragments, heads, key_dim, value_dim]`."""
     found = torch.empty_like(values)
     sizes = _sizes(chunks, values, tiles=2, stages=2)
     _scan_kernel[_grid(values, spans, sizes)](
-        *(queries, *chunks, values, before, found, None, None, None, None, *spans, scale), **sizes
+        *(*_scanned(chunks), values, before, found, None, None, None, None, *spans, None, scale), **sizes
     )
     return found
 
@@ -84,37 +126,35 @@ def states_of_chunks(
     added = torch.empty_like(values)
     sizes = _sizes(chunks, values, tiles=1, stages=3)
     _scan_kernel[_grid(values, fragments.spans, sizes)](
-        *(None, *chunks, values, before, None, states, added, None, None, *fragments.spans, 1.0), **sizes
+        *(*_scanned(chunks), values, before, None, states, added, None, None, *fragments.spans, None, 1.0), **sizes
     )
     return states, added
 
 
-def start_gradients(queries: Tensor, chunks: Chunks, grad_out: Tensor, scale: float, spans: Spans) -> Tensor:
+def start_gradients(chunks: Chunks, grad_out: Tensor, scale: float, spans: Spans) -> Tensor:
     """Return the gradients of the states before fragments through the outputs of each, as states, in fp32."""
-    found = chunks.sums.new_empty(len(spans.begins), grad_out.shape[2], chunks.keys.shape[3], grad_out.shape[3])
+    found = _floats(grad_out, len(spans.begins), grad_out.shape[2], chunks.keys.shape[3], grad_out.shape[3])
     sizes = _sizes(chunks, grad_out, tiles=2, stages=2)
     _reverse_kernel[_grid(grad_out, spans, sizes)](
-        *(queries, *chunks, grad_out, None, None, None, found, *spans, scale), **sizes
+        *(*_scanned(chunks), grad_out, None, None, None, found, *spans, scale), **sizes
     )
     return found
 
 
 def gradients_of_chunks(
-    queries: Tensor, chunks: Chunks, grad_out: Tensor, after: Tensor | None, scale: float, fragments: Fragments
+    chunks: Chunks, grad_out: Tensor, after: Tensor | None, scale: float, fragments: Fragments
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the state after each chunk, as `states_of_chunks`, and Y."""
     states = grad_out.new_empty(len(fragments.chunks), grad_out.shape[2], chunks.keys.shape[3], grad_out.shape[3])
     found = torch.empty_like(grad_out)
     sizes = _sizes(chunks, grad_out, tiles=2, stages=1)
     _reverse_kernel[_grid(grad_out, fragments.spans, sizes)](
-        *(queries, *chunks, grad_out, after, states, found, None, *fragments.spans, scale), **sizes
+        *(*_scanned(chunks), grad_out, after, states, found, None, *fragments.spans, scale), **sizes
     )
     return states, found
 
 
 def input_gradients(
-    queries: Tensor,
-    norms: tuple[Tensor | None, Tensor | None],
     chunks: Chunks,
     values: Tensor,
     grad_out: Tensor,
@@ -122,32 +162,40 @@ def input_gradients(
     scale: float,
     fragments: Fragments,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys, values, the sums of decays (of natural logarithms) and beta.
+    """Return the gradients of queries, keys, values, decays (in fp32) and beta.
 
     Args:
-        queries: Queries.
-        norms: Reciprocals of the norms by which queries and keys were divided, `[1, tokens, key_heads]`, fp32: the
-            gradients are those before the division. None: they were not divided.
-        chunks: See `Chunks`.
+        chunks: See `Chunks`. Gradients of queries and keys are those before the division by their norms.
         values: Values.
         grad_out: Gradient of the output.
         of_chunks: What `states_of_chunks` and `gradients_of_chunks` returned.
         scale: Factor on the output.
         fragments: All fragments.
     """
-    keys, sums, beta, _ = chunks
-    heads = values.shape[2]
-    key_heads, key_dim = keys.shape[2:]
+    heads, (key_heads, key_dim) = values.shape[2], chunks.keys.shape[2:]
+    dv, by_value = torch.empty_like(values), torch.empty_like(chunks.sums)  # sums of Y V: the part of beta's gradient
+    _value_kernel[triton.cdiv(by_value.numel(), _ROWS),](
+        *(values, of_chunks[3], chunks.beta, dv, by_value, by_value.numel()),
+        **{"value_dim": values.shape[3], "block": _ROWS, "block_columns": triton.next_power_of_2(values.shape[3])},
+    )
     dq, dk = (values.new_empty(*values.shape[:3], key_dim) for _ in range(2))
-    dv, dg, dbeta = torch.empty_like(values), torch.empty_like(sums), torch.empty_like(beta)
+    dg, dbeta = torch.empty_like(chunks.sums), torch.empty_like(chunks.beta)
     _gradient_kernel[len(fragments.chunks), heads](
-        *(queries, keys, *norms, values, sums, beta, grad_out, *of_chunks),
-        *(dq, dk, dv, dg, dbeta, fragments.edges, fragments.chunks, scale),
+        *(*chunks[:-1], by_value, grad_out, *of_chunks, dq, dk, dg, dbeta, fragments.edges, fragments.chunks, scale),
         **_sizes(chunks, values, tiles=3, stages=3) | ({"num_warps": 8} if key_dim <= _WIDE else _WIDE_GRADIENTS),
     )
     if heads > key_heads:
         dq, dk = (t.unflatten(2, (key_heads, -1)).sum(3) for t in (dq, dk))
     return dq, dk, dv, dg, dbeta
+
+
+def _floats(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _scanned(chunks: Chunks) -> tuple[Tensor, ...]:
+    """Return what scans read of the chunks."""
+    return chunks.queries, chunks.keys, chunks.sums, chunks.beta, chunks.inverse
 
 
 def _grid(values: Tensor, spans: Spans, sizes: dict[str, int]) -> tuple[int, int]:
@@ -177,9 +225,58 @@ def _sizes(chunks: Chunks, values: Tensor, tiles: int, stages: int) -> dict[str,
 
 
 @triton.jit
+def _chunk_kernel(
+    queries, keys, decays, beta, divided_queries, divided_keys, query_norms, key_norms, sums, inverse,
+    edges, places, epsilon,
+    heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, chunk: tl.constexpr, block_key: tl.constexpr,
+):  # fmt: skip
+    number, head = tl.program_id(0), tl.program_id(1)
+    fragment, place = tl.load(places + number * 2), tl.load(places + number * 2 + 1)
+    row, end = tl.load(edges + fragment) + place * chunk, tl.load(edges + fragment + 1)
+    first, first_key = row * heads + head, row * key_heads + head // (heads // key_heads)
+    rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
+    inside = rows < end - row
+    is_key = inside[:, None] & (channels < key_dim)[None, :]
+    in_keys = rows[:, None] * (key_heads * key_dim) + channels[None, :]
+    each = tl.load(decays + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
+    each = tl.cumsum(each * 1.4426950408889634, 0)  # 1 / ln 2
+    rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
+    key = tl.load(keys + first_key * key_dim + in_keys, mask=is_key, other=0.0)
+    if key_norms is not None:
+        norm, key = _divided(key, epsilon)
+        if head % (heads // key_heads) == 0:
+            tl.store(key_norms + first_key + rows * key_heads, norm, mask=inside)
+            tl.store(divided_keys + first_key * key_dim + in_keys, key, mask=is_key)
+            query = tl.load(queries + first_key * key_dim + in_keys, mask=is_key, other=0.0)
+            norm, query = _divided(query, epsilon)
+            tl.store(query_norms + first_key + rows * key_heads, norm, mask=inside)
+            tl.store(divided_queries + first_key * key_dim + in_keys, query, mask=is_key)
+    tl.store(sums + first + rows * heads, each, mask=inside)
+    products = tl.dot(key, tl.trans(key)) * rate[:, None]
+    is_below = (rows[:, None] > rows[None, :]) & inside[:, None]
+    products = tl.where(is_below, products * tl.exp2(each[:, None] - each[None, :]), 0.0)
+    # [[B, 0], [C, D]]^-1 = [[B^-1, 0], [-D^-1 C B^-1, D^-1]], for blocks of 1, 2, ... 32 rows
+    one = rows[:, None] == rows[None, :]
+    found = tl.where(one, 1.0, 0.0) - tl.where(rows[:, None] // 2 == rows[None, :] // 2, products, 0.0)
+    for level in tl.static_range(1, 6):
+        block_rows, block_columns = rows[:, None] >> level, rows[None, :] >> level
+        is_beside = (block_rows != block_columns) & (block_rows >> 1 == block_columns >> 1)
+        found -= tl.dot(tl.dot(found, tl.where(is_beside, products, 0.0)), found)
+    in_inverse = rows[:, None] * (heads * chunk) + rows[None, :]
+    tl.store(inverse + first * chunk + in_inverse, found.to(inverse.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _divided(rows, epsilon):
+    wide = rows.to(tl.float32)
+    norm = tl.rsqrt(tl.sum(wide * wide, 1) + epsilon)
+    return norm, (wide * norm[:, None]).to(rows.dtype)
+
+
+@triton.jit
 def _scan_kernel(
     queries, keys, sums, beta, inverse, values, before, out, states, added, transitions, ends_,
-    begins, ends, firsts, scale,
+    begins, ends, firsts, ends_of_matrices, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
@@ -196,6 +293,7 @@ def _scan_kernel(
     in_state = is_channel[:, None] & of_value[None, :]
     one = (fragment * heads + head).to(tl.int64) * key_dim
     if transitions is not None:
+        end = tl.where(is_value, end, tl.load(ends_of_matrices + fragment))
         state = tl.where((channels[:, None] == columns[None, :]) & (is_value == 0), 1.0, 0.0)
     elif before is not None:
         state = tl.load(before + one * value_dim + of_state, mask=in_state, other=0.0)
@@ -303,8 +401,8 @@ def _reverse_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    queries, keys, query_norms, key_norms, values, sums, beta, grad_out, states, added, grad_states, grad_values,
-    dq, dk, dv, dg, dbeta, edges, places, scale,
+    queries, keys, query_norms, key_norms, sums, beta, by_value, grad_out, states, added, grad_states, grad_values,
+    dq, dk, dg, dbeta, edges, places, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
@@ -323,16 +421,15 @@ def _gradient_kernel(
     query = tl.load(queries + first_key * key_dim + in_keys, mask=is_key, other=0.0)
     states += (number.to(tl.int64) * heads + head) * (key_dim * value_dim)
     grad_states += (number.to(tl.int64) * heads + head) * (key_dim * value_dim)
-    values, grad_out, added = values + first * value_dim, grad_out + first * value_dim, added + first * value_dim
-    grad_values, dv = grad_values + first * value_dim, dv + first * value_dim
+    grad_out, added = grad_out + first * value_dim, added + first * value_dim
+    grad_values += first * value_dim
 
     of_query = tl.zeros((chunk, block_key), tl.float32)
     of_read = tl.zeros((chunk, block_key), tl.float32)  # Y S^T
     of_key = tl.zeros((chunk, block_key), tl.float32)
     of_weights = tl.zeros((chunk, chunk), tl.float32)
     of_inner = tl.zeros((chunk, chunk), tl.float32)  # Y N^T
-    of_rate = tl.zeros((chunk,), tl.float32)
-    of_last = tl.zeros((block_columns, block_key), tl.float32)
+    of_last = 0.0
     for begin in range(0, value_dim, block_columns):
         columns = begin + tl.arange(0, block_columns)
         of_value = columns < value_dim
@@ -343,7 +440,6 @@ def _gradient_kernel(
         grad = tl.load(grad_out + at_value, mask=is_there, other=0.0)
         grad_value = tl.load(grad_values + at_value, mask=is_there, other=0.0)
         new = tl.load(added + at_value, mask=is_there, other=0.0)
-        value = tl.load(values + at_value, mask=is_there, other=0.0)
         state = tl.load(states + at_state, mask=in_state, other=0.0)
         grad_state = tl.load(grad_states + at_state, mask=in_state, other=0.0)
         of_query = tl.dot(grad, state, of_query)
@@ -351,9 +447,7 @@ def _gradient_kernel(
         of_key = tl.dot(new, grad_state, of_key)
         of_weights = tl.dot(grad, tl.trans(new), of_weights)
         of_inner = tl.dot(grad_value, tl.trans(new), of_inner)
-        of_rate += tl.sum(grad_value.to(tl.float32) * value.to(tl.float32), 1)
-        of_last += state.to(tl.float32) * grad_state.to(tl.float32)
-        tl.store(dv + at_value, (grad_value * rate[:, None]).to(grad.dtype), mask=is_there)
+        of_last += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32))
 
     low = key.dtype
     decays = tl.where(inside[:, None] & inside[None, :], tl.exp2(each[:, None] - each[None, :]), 0.0)
@@ -362,7 +456,7 @@ def _gradient_kernel(
     of_query = tl.dot(of_weights, key, of_query * (scale * tl.exp2(each))[:, None])
     of_read = tl.dot(of_inner.to(low), key, of_read * -tl.exp2(each)[:, None])
     of_key *= tl.where(inside, tl.exp2(last - each), 0.0)[:, None]
-    total = tl.sum(key.to(tl.float32) * of_key) + tl.exp2(last) * tl.sum(of_last)
+    total = tl.sum(key.to(tl.float32) * of_key) + tl.exp2(last) * of_last
     of_key = tl.dot(tl.trans((rate[:, None] * of_inner).to(low)), key, of_key)
     of_key = tl.dot(tl.trans(of_weights), query, of_key)
     by_query = tl.sum(query.to(tl.float32) * of_query, 1)
@@ -370,8 +464,9 @@ def _gradient_kernel(
     by_key = tl.sum(key.to(tl.float32) * of_key, 1)
     is_last = row + rows == tl.minimum(row + chunk, end) - 1
     of_sum = by_query - by_key + rate * by_read + tl.where(is_last, total, 0.0)
-    tl.store(dg + first + rows * heads, of_sum, mask=inside)
-    tl.store(dbeta + first + rows * heads, (of_rate + by_read).to(dbeta.dtype.element_ty), mask=inside)
+    tl.store(dg + first + rows * heads, tl.cumsum(of_sum, 0, reverse=True), mask=inside)
+    of_rate = tl.load(by_value + first + rows * heads, mask=inside, other=0.0) + by_read
+    tl.store(dbeta + first + rows * heads, of_rate.to(dbeta.dtype.element_ty), mask=inside)
     of_key += rate[:, None] * of_read
     if query_norms is not None:
         at_norm = first_key + rows * key_heads
@@ -382,3 +477,19 @@ def _gradient_kernel(
     at_key = first * key_dim + rows[:, None] * (heads * key_dim) + channels[None, :]
     tl.store(dq + at_key, of_query.to(low), mask=is_key)
     tl.store(dk + at_key, of_key.to(low), mask=is_key)
+
+
+@triton.jit
+def _value_kernel(
+    values, grad_values, beta, dv, by_value, count,
+    value_dim: tl.constexpr, block: tl.constexpr, block_columns: tl.constexpr,
+):  # fmt: skip
+    rows, columns = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block), tl.arange(0, block_columns)
+    is_row = rows < count
+    is_there = is_row[:, None] & (columns < value_dim)[None, :]
+    place = rows[:, None] * value_dim + columns[None, :]
+    value = tl.load(values + place, mask=is_there, other=0.0).to(tl.float32)
+    grad = tl.load(grad_values + place, mask=is_there, other=0.0).to(tl.float32)
+    rate = tl.load(beta + rows, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(dv + place, (grad * rate[:, None]).to(dv.dtype.element_ty), mask=is_there)
+    tl.store(by_value + rows, tl.sum(value * grad, 1), mask=is_row)

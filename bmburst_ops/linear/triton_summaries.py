@@ -24,7 +24,7 @@ _SCRATCH = 32 << 10  # bytes of shared memory for other things
 
 
 def summarize(
-    keys: Tensor, written: Tensor | None, values: Tensor, sums: Tensor, spans: Spans
+    keys: Tensor, written: Tensor | None, values: Tensor, sums: Tensor, spans: Spans, of_matrices: Spans
 ) -> tuple[Tensor, Tensor]:
     """Return M, `[fragments, heads, key_dim, key_dim]`, and U, `[fragments, heads, key_dim, value_dim]`, in fp32.
 
@@ -35,7 +35,8 @@ def summarize(
         values: Values of the scan (u of the WY representation).
         sums: Sums of the decays from the beginning of each chunk, in units of log 2, `[1, tokens, heads]` or
             `[1, tokens, heads, key_dim]`, fp32.
-        spans: The fragments. They begin at chunks.
+        spans: The fragments. They begin at chunks. U is zero where they have no tokens.
+        of_matrices: Likewise. M is the identity where they have no tokens. Scalar decays have that of `spans`.
     """
     heads, value_dim, key_dim = *values.shape[2:], keys.shape[3]
     width = 1 if written is None else key_dim
@@ -43,7 +44,8 @@ def summarize(
     states = sums.new_empty(len(spans.begins), heads, key_dim, value_dim)
     blocks = triton.cdiv(value_dim, _COLUMNS) + (0 if written is None else triton.cdiv(key_dim, _COLUMNS))
     _summary_kernel[len(spans.begins) * heads, blocks](
-        *(keys, written, values, sums, transitions, states, *spans[:2]), **_sizes(keys, values, written, tiles=2)
+        *(keys, written, values, sums, transitions, states, *spans[:2], of_matrices.ends),
+        **_sizes(keys, values, written, tiles=2),
     )
     return transitions, states
 
@@ -104,7 +106,7 @@ def shared_memory(device: torch.device) -> int:
 
 @triton.jit
 def _summary_kernel(
-    keys, written, values, sums, transitions, states, begins, ends,
+    keys, written, values, sums, transitions, states, begins, ends, ends_of_matrices,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
     is_delta: tl.constexpr,
@@ -117,7 +119,8 @@ def _summary_kernel(
     columns = block * block_columns + tl.arange(0, block_columns)
     is_channel = channels < key_dim
     of_value = is_value & (columns < value_dim)
-    begin, end = tl.load(begins + fragment), tl.load(ends + fragment)
+    begin = tl.load(begins + fragment)
+    end = tl.where(is_value, tl.load(ends + fragment), tl.load(ends_of_matrices + fragment))
     state = tl.where((channels[:, None] == columns[None, :]) & (is_value == 0), 1.0, 0.0)
     total = 0.0
     for row in range(begin, end, chunk):

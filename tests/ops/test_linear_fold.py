@@ -56,7 +56,7 @@ def test_summaries_in_triton(kind, key_dim, value_dim):
     q, k, w, v, grad, local = (None if t is None else t.cpu().double() for t in low)
     places = Spans(*torch.tensor(spans, device=DEVICE).T.contiguous())
     on_device = sums.float().to(DEVICE)
-    m, u = summarize(low[1], low[2], low[3], on_device, places)
+    m, u = summarize(low[1], low[2], low[3], on_device, places, places)
     back = start_gradients(low[0], low[1], low[2], low[4], low[5], on_device, scale, places)
     repeated = [t[0].repeat_interleave(heads // key_heads, 1) for t in (q, k)]
     for fragment, (begin, end, _) in enumerate(spans):

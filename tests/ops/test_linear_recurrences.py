@@ -145,6 +145,8 @@ def test_pieces_of_one_fragment_without_states_are_not_folded():
     assert plan.edges == (0, 60, 124, 188, 252, 262, 292)
     assert (plan.folded, plan.places, plan.by_piece) == (2, (1, 2, 3, 4), (0, 3, 4))
     assert (plan.waiting, plan.exporting) == ((1,), (0,))
+    assert (plan.unread, plan.unread_matrices, plan.unread_gradients) == ((4,), (4,), (1,))
+    assert make_plan(Pieces((0, 192)), 64)[-3:] == ((2,), (0, 2), (0,))
     assert make_plan(Pieces((0, 60, 100)), 64).places == ()
 
 

@@ -18,11 +18,11 @@ from bmburst_ops.linear.fla_scan import make_plan
 from bmburst_ops.linear.kernel import Pieces
 from tests.refusals import refused, says
 
-DELTA = RecurrentLayer((4, 8, 8), is_matrix=True, channels=64, width=4, gates=2, factors=1)
-SSD = RecurrentLayer((4, 8, 16), is_matrix=False, channels=80, width=4, gates=1, factors=0)
-CONV = RecurrentLayer((), is_matrix=False, channels=32, width=3, gates=0, factors=0)
-KDA = RecurrentLayer((4, 8, 8), is_matrix=True, channels=96, width=4, gates=9, factors=2)
-LIGHTNING = RecurrentLayer((4, 8, 8), is_matrix=False, channels=0, width=1, gates=1, factors=0)
+DELTA = RecurrentLayer((4, 8, 8), "gated_delta", channels=64, width=4, gates=2)
+SSD = RecurrentLayer((4, 8, 16), "decay", channels=80, width=4, gates=1)
+CONV = RecurrentLayer((), "", channels=32, width=3, gates=0)
+KDA = RecurrentLayer((4, 8, 8), "kda", channels=96, width=4, gates=9)
+LIGHTNING = RecurrentLayer((4, 8, 8), "decay", channels=0, width=1, gates=1)
 ATTENTION = AttentionLayer(heads=4, kv_heads=2, head_dim=8, value_dim=8)
 LATENT = AttentionLayer(heads=4, kv_heads=4, head_dim=12, value_dim=8)
 TYPES = {
@@ -110,19 +110,19 @@ def test_a_step_is_that_of_a_formula():
     assert hybrid_step(model, 131072, 3, 2, hardware).exchanged == found[2].exchanged
     for gpus, step in found.items():
         rows = 3 * 65536 // gpus
-        assert step.seconds["recurrences"] == pytest.approx(rows * 256 * RECURRENCE[1])
+        assert step.seconds["recurrences"] == pytest.approx(rows * 256 * RECURRENCE["gated_delta"])
         assert step.seconds["convolutions"] == pytest.approx(rows * 64 * CONVOLUTION)
         wide = rows * model.layers * model.widest
         assert step.seconds["norms, activations"] == pytest.approx(wide * ELEMENTWISE)
         assert step.seconds["matmul"] == pytest.approx(hardware.matmul_seconds(8.0 * model.active * rows, rows))
         assert step.memory["weights, gradients, AdamW"] == 16 * 22016 / gpus
-        # Inputs, attention, the recurrence with a row of the inverse of its chunk; states and M of fragments and links,
+        # Inputs, attention, the recurrence with a row of the inverse of its chunk and a sum in fp32; states and M of fragments and links,
         # each 4 heads of 8 x 8 in fp32.
         pieces = 3 * (1 if gpus == 1 else 2)
         edges, ends = tuple(range(0, rows + 1, rows // pieces)), tuple(range(pieces)) if gpus > 1 else ()
-        plan = make_plan(Pieces(edges, (), ends, ends), fragment_tokens(rows, 4, 8, 132))
+        plan = make_plan(Pieces(edges, (), ends, ends), fragment_tokens("gated_delta", rows, 4, 8, 132))
         kept = (2 * len(plan.places) + 2 * len(ends)) * 4 * 8 * 8 * 4
-        assert step.memory["kept for backward"] == rows * 2 * (2 * 32 + 4 * 9 + 4 * (8 + 64)) + kept
+        assert step.memory["kept for backward"] == rows * 2 * (2 * 32 + 4 * 9 + 4 * (8 + 64 + 2)) + kept
         # q, k and v of 4 heads in bf16, decay and beta in fp32.
         assert step.memory["block in backward"] == 2 * rows * (2 * model.widest + 4 * (2 * 3 * 8 + 4 * 2))
     with refused("--sequence-length | 4 | 8"):
