@@ -378,9 +378,11 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         embedding = self.model.embed_tokens.whole() if self.stage.is_first else None
         return self._hidden(tokens, positions, length, embedding, mask, keys, stream)
 
-    def stream_shape(self, rows: int, tokens: int) -> tuple[int, int, int]:
-        """Return the shape of the stream of `rows` sequences with `tokens` tokens on the ranks of a tensor group."""
-        return rows, -(-tokens // self.tensor.size), self.config.hidden_size
+    def new_stream(self, tokens: Tensor) -> Tensor:
+        """Return memory for the stream of another stage, of `tokens` of `[batch, tokens]`."""
+        rows, count = tokens.shape
+        size = rows, -(-count // self.tensor.size), self.config.hidden_size
+        return torch.empty(size, dtype=self.model.dtype, device=tokens.device)
 
     def _require_whole(self) -> None:
         if self.stage.count > 1:
