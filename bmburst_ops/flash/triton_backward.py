@@ -15,7 +15,6 @@ from bmburst_ops.flash.triton_forward import (
     NOT_SPECIALIZED,
     add_dot,
     add_visible_dot,
-    capped,
     dot,
     first_of_block,
     has_nan,
@@ -26,6 +25,7 @@ from bmburst_ops.flash.triton_forward import (
     loop_of,
     matrix_of,
     ranges,
+    scores_of,
     store_rows,
 )
 
@@ -149,9 +149,7 @@ def _over_queries(
         query, grad, level, delta = load_queries(
             of_queries, first, pairs[0], HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, MASKED
         )  # fmt: skip
-        scores = dot(key, tl.trans(query), PRECISION)
-        if cap is not None:
-            scores = capped(scores, cap)
+        scores = scores_of(key, query, cap, PRECISION)
         weights = tl.exp2(scores * bits_scale - level[None, :])
         if MASKED and MASK != "full":
             visible = _sees(pairs, first, first_key, QUERIES, KEYS, MASK)
@@ -237,9 +235,7 @@ def _over_keys(
         first = first_of_block(at, bounds, pairs[8], MASKED, MASK)
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
         value = load_rows(v_matrix, first, v_stride, keys, VALUE_HEAD_DIM, KEYS, VALUE_DIM, MASKED)
-        scores = dot(query, tl.trans(key), PRECISION)
-        if cap is not None:
-            scores = capped(scores, cap)
+        scores = scores_of(query, key, cap, PRECISION)
         weights = tl.exp2(scores * bits_scale - level[:, None])
         if MASKED:
             visible = is_visible(pairs, first_query, first, QUERIES, KEYS, MASK)

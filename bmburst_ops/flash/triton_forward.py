@@ -77,6 +77,15 @@ def capped(products, cap):
 
 
 @triton.jit
+def scores_of(a, b, cap, PRECISION: tl.constexpr):
+    """Return the products of the rows of a and of b in fp32, `capped` unless the cap is None."""
+    scores = dot(a, tl.trans(b), PRECISION)
+    if cap is not None:
+        scores = capped(scores, cap)
+    return scores
+
+
+@triton.jit
 def has_nan(block):
     """Return whether any number of a block `[ROWS, COLUMNS]` is NaN."""
     return tl.max(tl.max(tl.where(block == block, 0, 1), 1), 0) > 0
@@ -275,9 +284,7 @@ def _over_keys(
     for at in tl.range(start, stop, 1 if MASK == "cells" else KEYS):
         first = first_of_block(at, bounds, pairs[8], MASKED, MASK)
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-        scores = dot(query, tl.trans(key), PRECISION)
-        if cap is not None:
-            scores = capped(scores, cap)
+        scores = scores_of(query, key, cap, PRECISION)
         if MASKED:
             visible = is_visible(pairs, first_query, first, QUERIES, KEYS, MASK)
             scores = tl.where(visible, scores * bits_scale, float("-inf"))
