@@ -52,8 +52,7 @@ from bmburst.memory import peak_bytes
 from bmburst.optim.config import State
 from bmburst.plan.candidates import ZERO, Offload, Task
 from bmburst.plan.presentation import command
-from bmburst.plan.remedies import remedy
-from bmburst.plan.search import Prediction, search
+from bmburst.plan.search import Prediction, remedy, search
 from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import load_hardware
 from bmburst.train.config import TrainConfig

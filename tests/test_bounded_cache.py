@@ -11,7 +11,7 @@ import torch
 import bmburst
 from bmburst.schedule.documents import edges_of
 from bmburst.schedule.layout import make_layout
-from bmburst.schedule.ring_schedule import make_double_schedule
+from bmburst.schedule.ring_schedule import make_schedule
 from bmburst_ops.bounded_cache import BoundedCache, bounded_cache
 from bmburst_ops.flash import inputs, mask_corrections, triton
 from bmburst_ops.pattern import Band, Cells, Segments
@@ -171,7 +171,7 @@ def test_nor_do_plans_of_a_double_ring(one_megabyte):
     alive = []
     for number in range(40):
         mask = bmburst.BlockSparse(np.eye(256) + (np.arange(256) == number), 1)
-        make_double_schedule(make_layout("zigzag", 4, 64), 256, mask, 0, "kv", 2, returning=True)
+        make_schedule(make_layout("zigzag", 4, 64), 256, mask, 0, "kv", 2, returning=True)
         alive.append(weakref.ref(mask.block_map))
         del mask
     kept = sum(reference() is not None for reference in alive)

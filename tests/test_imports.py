@@ -71,7 +71,6 @@ FORBIDDEN = {
 }
 BMTRAIN_AT_TOP = {
     "bmburst/attention/module.py",
-    "bmburst/blocks/four_bit.py",
     "bmburst/blocks/gathering.py",
     "bmburst/blocks/layers.py",
     "bmburst/blocks/model.py",

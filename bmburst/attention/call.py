@@ -11,8 +11,9 @@ from torch import Tensor
 from bmburst.attention.options import AttentionOptions, gradient_signature, require_tensors, require_transport, scale_of
 from bmburst.comm.checks import CheckedCommunicator, describe_tensors
 from bmburst.comm.communicator import BlockMover
+from bmburst.comm.groups import single_rank_group
 from bmburst.comm.transports import (
-    DoubleRingGroups,
+    RingGroups,
     StridedSubgroup,
     device_name,
     double_ring_groups,
@@ -28,7 +29,7 @@ from bmburst.schedule.heads_plan import HeadsPlan, Strides, make_heads_plan
 from bmburst.schedule.layout import Layout, kernel_needs
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst.schedule.parallelism import STRATEGIES, RingTensors, Strategy
-from bmburst.schedule.ring_schedule import DoubleSchedule, Schedule, make_double_schedule, make_schedule, tiles
+from bmburst.schedule.ring_schedule import Schedule, make_schedule, tiles
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.schedule.tiles import Tile
 from bmburst.schedule.units import HeadShapes
@@ -61,17 +62,17 @@ class SequenceCall:
     mask: Mask
     scale: float
     strategy: Strategy
-    double_ring: DoubleRingGroups | None = None
+    double_ring: RingGroups | None = None
 
-    def double_schedule(self, ring_tensors: RingTensors, *, returning: bool) -> DoubleSchedule:
-        """Return this rank's schedule in a double ring; `returning`: whether gradients return to the blocks' owners."""
-        assert self.double_ring is not None
-        options = (self.layout, self.length, self.mask, self.comm.rank, ring_tensors, self.double_ring.inter.size)
-        return make_double_schedule(*options, returning=returning)
+    @cached_property
+    def rings(self) -> RingGroups:
+        """The groups of the ring, or of the double ring."""
+        return self.double_ring or RingGroups(self.comm, single_rank_group())
 
-    def schedule(self, ring_tensors: RingTensors) -> Schedule:
-        """Return this rank's schedule in a ring."""
-        return make_schedule(self.layout, self.length, self.mask, self.comm.rank, ring_tensors)
+    def schedule(self, ring_tensors: RingTensors, *, returning: bool) -> Schedule:
+        """Return this rank's schedule in the ring; `returning`: whether gradients return to the blocks' owners."""
+        place = self.layout, self.length, self.mask, self.comm.rank
+        return make_schedule(*place, ring_tensors, self.rings.inter.size, returning=returning)
 
     def taking_delta(self, q: Tensor, v: Tensor) -> "SequenceCall":
         """Return this call with a kernel that uses a given delta; in this class, the call itself."""

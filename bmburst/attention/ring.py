@@ -1,14 +1,14 @@
 """Ring attention, forward and backward: blocks go round one ring or a double ring, and their gradients follow.
 
-A double ring has a ring inside each node and one between nodes. It holds at most five blocks of tensors: the own block,
-the one that entered the node and is being sent on, the visiting one, and one in flight in each ring. Backward also
-holds at most five blocks of gradients: the shares of a step, the previous shares that are still being sent, one in
-flight in each ring, and the sum of the own node. This does not grow with the number of nodes or ranks.
+A double ring has a ring inside each node and one between nodes; a ring is a double ring of one node. It holds at most
+five blocks of tensors: the own block, the one that entered the node and is being sent on, the visiting one, and one in
+flight in each ring. Backward also holds at most five blocks of gradients: the shares of a step, the previous shares
+that are still being sent, one in flight in each ring, and the sum of the own node. This does not grow with the number
+of nodes or ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,15 +16,14 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall, SequenceCall
 from bmburst.attention.local import add_tiles, tile_forward
 from bmburst.comm.communicator import BlockMover, CompletedTransfer, Transfer
-from bmburst.comm.transports import DoubleRingGroups
+from bmburst.comm.transports import RingGroups
 from bmburst.schedule.parallelism import RingTensors
-from bmburst.schedule.ring_schedule import DoubleRingOrder, Schedule, Step
+from bmburst.schedule.ring_schedule import RingOrder, Step
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.kernel import deliver_gradients, deliver_partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 Tensors = tuple[Tensor, ...]
-Visit = TypeVar("Visit")
 
 
 def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: Partial | None = None) -> Partial:
@@ -85,10 +84,8 @@ def ring_backward(call: AttentionCall, given: BackwardInputs, into: Gradients | 
 
 def visiting_kv(call: SequenceCall, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensors]]:
     """Yield each step of a ring with the keys and values that visit this rank, beginning with its own."""
-    if call.double_ring is None:
-        return ring_visits(call.comm, call.schedule("kv"), k, v)
-    schedule = call.double_schedule("kv", returning=False)
-    return zip(schedule.steps, double_ring_visits(call.double_ring, schedule.ring_order, k, v), strict=True)
+    schedule = call.schedule("kv", returning=False)
+    return zip(schedule.steps, ring_visits(call.rings, schedule.ring_order, k, v), strict=True)
 
 
 def carry_home(
@@ -102,31 +99,12 @@ def carry_home(
         own: This rank's tensors.
         work: Maps a step and the visiting tensors to this rank's share of their gradients.
     """
-    if call.double_ring is None:
-        schedule = call.schedule(ring_tensors)
-        *between, home = schedule.hops
-        visiting = ring_visits(call.comm, schedule, *own)
-        shares = _collect_shares(call.comm, between, visiting, lambda visit: work(*visit))
-        return call.comm.ring(*shares, shift=home).wait()
-    double = call.double_schedule(ring_tensors, returning=True)
-    steps = iter(double.steps)
-    return double_ring_carry_home(call.double_ring, double.ring_order, own, lambda held: work(next(steps), held))
+    schedule = call.schedule(ring_tensors, returning=True)
+    steps = iter(schedule.steps)
+    return ring_carry_home(call.rings, schedule.ring_order, own, lambda held: work(next(steps), held))
 
 
-def ring_visits(comm: BlockMover, schedule: Schedule, *held: Tensor) -> Iterator[tuple[Step, Tensors]]:
-    """Yield each step of a ring with its owner's tensors, beginning with this rank's own.
-
-    The next hop is in flight while the caller works on a step.
-    """
-    for step, hop in zip(schedule.steps, schedule.hops, strict=True):
-        is_last = step is schedule.steps[-1]
-        arriving = None if is_last else comm.ring(*held, shift=hop)
-        yield step, held
-        if arriving is not None:
-            held = arriving.wait()
-
-
-def double_ring_visits(groups: DoubleRingGroups, ring_order: DoubleRingOrder, *own: Tensor) -> Iterator[Tensors]:
+def ring_visits(groups: RingGroups, ring_order: RingOrder, *own: Tensor) -> Iterator[Tensors]:
     """Yield the tensors of each step of `ring_order`, beginning with this rank's own.
 
     While the caller works on a step, the next hop inside the node is in flight. During a whole window, the hop between
@@ -153,16 +131,16 @@ def double_ring_visits(groups: DoubleRingGroups, ring_order: DoubleRingOrder, *o
             held = near.wait()
 
 
-def double_ring_carry_home(
-    groups: DoubleRingGroups, ring_order: DoubleRingOrder, own: Tensors, work: Callable[[Tensors], Tensors]
+def ring_carry_home(
+    groups: RingGroups, ring_order: RingOrder, own: Tensors, work: Callable[[Tensors], Tensors]
 ) -> Tensors:
-    """Send own tensors round a double ring and return their gradients, summed over all ranks.
+    """Send own tensors round a ring or a double ring and return their gradients, summed over all ranks.
 
     Gradients follow one step behind. They leave a rank while the next rank still computes its share, which is added
     when they arrive. The sum of a node travels while the next node computes its own sum; then both are added and go on.
     """
     windows = ring_order.windows
-    visiting = double_ring_visits(groups, ring_order, *own)
+    visiting = ring_visits(groups, ring_order, *own)
     far: Transfer | None = None
     kept: Transfer | None = None
     for window, following in zip_longest(windows, windows[1:]):
@@ -186,7 +164,7 @@ def double_ring_carry_home(
 
 
 def _collect_shares(
-    mover: BlockMover, hops: Sequence[int], visiting: Iterator[Visit], work: Callable[[Visit], Tensors]
+    mover: BlockMover, hops: Sequence[int], visiting: Iterator[Tensors], work: Callable[[Tensors], Tensors]
 ) -> Tensors:
     """Sum shares along the hops of a ring; return the sum that ends at this rank.
 

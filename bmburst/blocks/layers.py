@@ -107,7 +107,7 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         return self._features[1], self._features[0]
 
     def quantize(self) -> None:
-        """Hold the frozen weight in 4 bits: see `bmburst.blocks.four_bit`. Call it before BMTrain wraps the block."""
+        """Hold the frozen weight in 4 bits: see `bmburst.blocks.sharded`. Call it before BMTrain wraps the block."""
         like = self.weight
         del self.weight
         self.weight = torch.empty(0, dtype=like.dtype, device=like.device)
@@ -159,6 +159,12 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         """Return x @ weight[rows].T + bias; undefined if not `is_needed` in a recompute. `keys`: see `adapter`."""
         (result,) = project(x, self, keys=keys, is_needed=is_needed)
         return result
+
+
+def quantized_linears(module: torch.nn.Module) -> dict[str, Linear]:
+    """Return the linear layers of a module with weights in 4 bits, by the names of their parameters."""
+    named = module.named_modules()
+    return {f"{name}.{NF4}": each for name, each in named if isinstance(each, Linear) and each.is_quantized}
 
 
 def project(x: Tensor, *matrices: Linear, keys: Tensor | None = None, is_needed: bool = True) -> tuple[Tensor, ...]:

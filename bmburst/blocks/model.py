@@ -12,9 +12,8 @@ from torch import Tensor
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import AT_ONCE, LlamaConfig, LoRAConfig
-from bmburst.blocks.four_bit import FourBitBlock, StreamedFourBitBlock, quantized_linears
 from bmburst.blocks.gathering import GatherMemory
-from bmburst.blocks.layers import NF4, RMSNorm, Table, TensorGroup, freeze, rows_of
+from bmburst.blocks.layers import NF4, RMSNorm, Table, TensorGroup, freeze, quantized_linears, rows_of
 from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
 from bmburst.blocks.sharded import ShardedBlock
@@ -118,19 +117,17 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         super().__init__()
         self.dtype = dtype
         store, segments, copies = HostStore(host_memory), BlockSegments(), ShardCopies(host_memory)
-        is_4bit = lora is not None and lora.is_4bit
         # ZeRO-2 keeps the weights of all blocks gathered from forward to backward.
         memory = self.gather_memory = GatherMemory(len(stage.layers) if zero_level == 2 else AT_ONCE)
 
         def wrapped(block: TransformerBlock, number: int) -> bmt.Block:
-            if offload_weights:
-                made = (StreamedFourBitBlock if is_4bit else StreamedBlock)(block, copies, number, memory)
-                if number == 0:  # reserve memory for the weights of the other blocks and for all gradients
-                    host_memory.prepare(made.shard_bytes() * (config.num_layers - 1))
-                    host_memory.prepare(made.shard_bytes(trained=True) * config.num_layers)
-                return made
-            kind = FourBitBlock if is_4bit else ShardedBlock
-            return kind(block, zero_level=zero_level, memory=memory)
+            if not offload_weights:
+                return ShardedBlock(block, zero_level=zero_level, memory=memory)
+            made = StreamedBlock(block, copies, number, memory)
+            if number == 0:  # reserve memory for the weights of the other blocks and for all gradients
+                host_memory.prepare(made.shard_bytes() * (config.num_layers - 1))
+                host_memory.prepare(made.shard_bytes(trained=True) * config.num_layers)
+            return made
 
         def block(number: int, policy: Policy) -> TransformerBlock:
             prefetches = recompute.prefetches(number, config.num_layers)
@@ -381,9 +378,11 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         embedding = self.model.embed_tokens.whole() if self.stage.is_first else None
         return self._hidden(tokens, positions, length, embedding, mask, keys, stream)
 
-    def stream_shape(self, rows: int, tokens: int) -> tuple[int, int, int]:
-        """Return the shape of the stream of `rows` sequences with `tokens` tokens on the ranks of a tensor group."""
-        return rows, -(-tokens // self.tensor.size), self.config.hidden_size
+    def new_stream(self, tokens: Tensor) -> Tensor:
+        """Return memory for the stream of another stage, of `tokens` of `[batch, tokens]`."""
+        rows, count = tokens.shape
+        size = rows, -(-count // self.tensor.size), self.config.hidden_size
+        return torch.empty(size, dtype=self.model.dtype, device=tokens.device)
 
     def _require_whole(self) -> None:
         if self.stage.count > 1:

@@ -3,6 +3,12 @@
 Parameters, storages and files are those of `bmtrain.Block`, as is what moves between ranks. See
 `bmburst.blocks.gathering` for what differs: no tensor is made for a parameter in a pass, and the weights of the next
 block are gathered before the kernels of this one are launched.
+
+A block's frozen matrices may be in 4 bits (QLoRA, arXiv:2305.14314): a `Linear` with `quantize()` has the parameter
+`nf4`, packed as in `bmburst_ops.nf4`, instead of `weight`. BMTrain shards it over all ranks as it shards any other
+parameter of the block, and gathers it before forward and before backward. Right after, the block dequantizes its
+matrices; `weight` of each is then a plain tensor, until the block is released. So all operations of a block are those
+of frozen 16-bit weights, under every recompute policy and ZeRO stage, and with weights in host memory.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -14,8 +20,9 @@ import torch
 from torch import Tensor
 
 from bmburst.blocks.gathering import GatherMemory, Layout, Slot, current
-from bmburst.blocks.layers import with_graph
+from bmburst.blocks.layers import quantized_linears, with_graph
 from bmburst.comm.collectives import FlatStorage, launched_together
+from bmburst_ops import nf4
 
 AfterScatter = Callable[[Collection[torch.nn.Parameter]], Any]
 """Gets the storages of a block, whose gradients the load stream scatters; returns the stream that completes them."""
@@ -30,7 +37,8 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
 
     Args:
         module: The module to wrap, as in `bmtrain.Block`.
-        zero_level: BMTrain's ZeRO stage, 2 or 3. With 2, `memory` needs room for all blocks.
+        zero_level: BMTrain's ZeRO stage, 2 or 3. With 2, `memory` needs room for all blocks. Of matrices in 4 bits, the
+            bytes stay gathered.
         memory: Memory of gathered blocks, shared by all blocks of a list.
 
     Attributes:
@@ -46,6 +54,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         self._slot: Slot | None = None
         self._is_in_backward = False
         self._views = _ShardViews(self)
+        self._quantized = list(quantized_linears(module).values())
         self._aside: dict[str, Tensor] = {}
 
     _ready: bool  # BMTrain's: whether the parameters are the gathered weights
@@ -74,7 +83,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
             self._memory.begin()
         entered = self._enter()
         try:
-            self.entered()
+            self._dequantize()
             self.prepare(self.next_module())
             result: Tensor = self._module(hidden, *args, **kwargs)
         finally:
@@ -92,7 +101,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         """Gather the weights for the duration of the context, outside of the block's forward and backward."""
         entered = self._enter()
         try:
-            self.entered()
+            self._dequantize()
             yield
         finally:
             if entered:
@@ -107,7 +116,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
                     each.grad = None  # backward puts its own tensor there, without an addition
         if (after := self.next_module()) is not None:
             after.after_backward()
-        self.entered()
+        self._dequantize()  # the gradients and weights of the block after this one are gone: memory matters here
         self.prepare(self.pre_module())
 
     def after_backward(self) -> None:
@@ -154,12 +163,6 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         """Forget the gathered weights: another block gets their memory."""
         self._slot = None
 
-    def entered(self) -> None:
-        """Use the gathered weights, which are the data of the parameters now."""
-
-    def left(self) -> None:
-        """Forget what was made of the gathered weights."""
-
     def begin_scatter(self) -> None:
         """Prepare for the gradient to be scattered and added to that of micro-batches before."""
 
@@ -186,9 +189,16 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         """Make the shards the data of the parameters again."""
         slot, self._ready = self._slot, False
         self._views.show()
-        self.left()
+        for linear in self._quantized:
+            linear.weight.data = linear.weight.new_empty(0)
         assert slot is not None
         self._memory.leave(slot, keep=keep)
+
+    @torch.no_grad()
+    def _dequantize(self) -> None:
+        for linear in self._quantized:
+            if not linear.weight.numel():
+                linear.weight.data = nf4.dequantize(linear.nf4.data, linear.shape, linear.weight.dtype)
 
     @torch.no_grad()
     def _scatter(self) -> None:

@@ -106,29 +106,11 @@ class StageBlocks(bmt.TransformerBlockList):  # type: ignore[misc]  # BMTrain ha
         return hidden
 
 
-class StageLink:
-    """Moves hidden states and their gradients between the ranks with the same place in all stages.
+def exchange(peer: int, sent: Tensor | None, received: Tensor | None) -> None:
+    """Send a tensor to the rank with the same place in another stage, receive one from it, or both at the same time.
 
-    Shapes are those of this rank's own tokens, which the ranks of all stages know: no message has a header, and the
-    host waits for none.
-
-    Args:
-        shape: Shape of a micro-batch's hidden states on this rank.
-        dtype: Their dtype.
-        device: Device of this rank.
+    Both know its shape: no message has a header, and the host waits for none.
     """
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
-
-    def exchange(self, peer: int, sent: Tensor | None, *, receives: bool) -> Tensor | None:
-        """Send a tensor to another stage, receive one from it, or both at the same time."""
-        received = torch.empty(self._shape, dtype=self._dtype, device=self._device) if receives else None
-        _exchange(peer, sent, received)
-        return received
-
-
-def _exchange(peer: int, sent: Tensor | None, received: Tensor | None) -> None:
     with launched_together():
         if sent is not None:
             bmt.nccl.send(FlatStorage(sent.detach().contiguous()), peer, bmt.config["pipe_comm"])
@@ -175,5 +157,5 @@ def _add_tied_gradients(table: torch.nn.Parameter, stage: Stage) -> None:
     if table.grad is None:
         table.grad = torch.zeros_like(table.data)
     other = torch.empty_like(table.grad)
-    _exchange(stage.count - 1 if stage.is_first else 0, table.grad, other)
+    exchange(stage.count - 1 if stage.is_first else 0, table.grad, other)
     table.grad += other

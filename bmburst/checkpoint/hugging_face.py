@@ -294,7 +294,7 @@ def load(model: "Llama", directory: str | Path) -> None:
         UserError: On all ranks, if `check_weights` fails on a rank, a rank's directory holds another model, or a number
             is out of range for fp16 weights.
     """
-    from bmburst.blocks.four_bit import quantized_linears
+    from bmburst.blocks.layers import quantized_linears
     from bmburst.checkpoint.base_model import Base
     from bmburst.zero import named_shards, scatter_piece
 

@@ -53,7 +53,8 @@ def load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) 
     found = {key: file.shapes[key] for key, file in files.items() if key not in of_codes}
     different = sorted(key for key in {*expected, *found} if expected.get(key) != found.get(key))
     if different:
-        there, here = (_said(shapes.get(different[0])) for shapes in (found, expected))
+        both = (shapes.get(different[0]) for shapes in (found, expected))
+        there, here = ("missing" if shape is None else list(shape) for shape in both)
         raise UserError(
             f"{folder / OPTIMIZER} is of another model or dtype: {different[0]} is {there}, here {here}\n"
             "fix: resume with the dtype the run had, or take the weights alone: --init-from"
@@ -86,10 +87,6 @@ def _open(folder: Path) -> dict[str, TensorFile]:
 
 def _trained(model: "Llama") -> list[NamedShard]:
     return [shard for shard in named_shards(model) if shard.storage.requires_grad]
-
-
-def _said(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else str(list(shape))
 
 
 def _tensors_of(shard: NamedShard, optimizer: "AdamW") -> Iterator[ShardedTensor]:

@@ -113,7 +113,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
                 raise SystemExit(status)
         _print_progress(f"[{len(titles)}/{len(titles)}] {titles[-1]}")
         compared = ["ranks", *(each.name for each in others)]
-        yield _request(ranks, folder, args) | {"compared": compared}, _spec(ranks, world_size)
+        yield _request(ranks, folder, args) | {"compared": compared}, _spec(ranks)
 
 
 def _request(run: _CheckRun, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -126,12 +126,9 @@ def _request(run: _CheckRun, folder: Path, args: argparse.Namespace) -> dict[str
     }
 
 
-def _spec(run: _CheckRun, world_size: int | None = None) -> LaunchSpec:
-    return LaunchSpec(
-        nproc=run.nproc if world_size is None else 1,
-        hang_timeout=run.config.hang_timeout,
-        start_timeout=run.config.start_timeout,
-    )
+def _spec(run: _CheckRun) -> LaunchSpec:
+    config = run.config
+    return LaunchSpec(nproc=run.nproc, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
 
 
 def run_rank(request: Request) -> int:

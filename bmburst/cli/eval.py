@@ -73,11 +73,10 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
         from bmburst.train.evaluate import check_inputs
 
         request = {"config": to_dict(config), "verified": str(check_inputs(config))}
-    nproc = (config.nproc or ranks_to_start(None)) if world_size is None else 1
     yield (
         request,
         LaunchSpec(
-            nproc=nproc,
+            nproc=world_size or config.nproc or ranks_to_start(None),
             host_runtime=not generates,
             hang_timeout=config.hang_timeout,
             start_timeout=config.start_timeout,

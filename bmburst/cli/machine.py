@@ -181,7 +181,7 @@ def run_launch(args: argparse.Namespace) -> int:
     Raises:
         UserError: The arguments cannot work on this machine.
     """
-    from bmburst.launch.launcher import LaunchSpec, check_launch, launch
+    from bmburst.launch.launcher import LaunchSpec, described, launch
 
     command = _script_command(args.command)
     spec = LaunchSpec(
@@ -191,7 +191,7 @@ def run_launch(args: argparse.Namespace) -> int:
         host_runtime=not args.no_host_runtime,
     )
     if args.dry_run:
-        print(check_launch(spec, command))
+        print(described(spec, command))
         return 0
     return launch(spec, command)
 

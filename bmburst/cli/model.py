@@ -59,7 +59,7 @@ def settle_ranks(args: argparse.Namespace, world_size: int | None) -> tuple[int,
         raise UserError("--checkpoint is missing\nfix: --checkpoint DIR, a directory of a model")
     ranks = world_size or ranks_to_start(args.nproc, fewest=1)
     spec = LaunchSpec(
-        nproc=ranks if world_size is None else 1,
+        nproc=ranks,
         host_runtime=False,
         hang_timeout=args.hang_timeout,
         start_timeout=args.start_timeout,

@@ -315,8 +315,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     from bmburst.cli.files import require_recipe, write_recipe
     from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Task
     from bmburst.plan.presentation import as_json, report
-    from bmburst.plan.remedies import remedy
-    from bmburst.plan.search import best_of_each, search
+    from bmburst.plan.search import best_of_each, remedy, search
 
     if args.ways < 1:
         raise UserError(f"--ways {args.ways}\nallowed: at least 1\nfix: --ways 12, or leave it out")

@@ -99,11 +99,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
         if config.resume is not True and (line := training.explain_choices(args, config, nproc)):
             print(line, file=sys.stderr, flush=True)
         check_run(config, nproc, int(os.environ.get("LOCAL_RANK", "0")))
-        spec = LaunchSpec(
-            nproc=nproc if world_size is None else 1,
-            hang_timeout=config.hang_timeout,
-            start_timeout=config.start_timeout,
-        )
+        spec = LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
         if world_size is None:
             from bmburst.train.machine import check_host_memory  # here, because the help does not need the planner
 

@@ -10,8 +10,9 @@ from bmburst.cli.program import ranks_to_start
 from bmburst.cli.run_folder import explaining_write_errors, require_no_file
 from bmburst.config import add_options, given_options, leaves
 from bmburst.errors import UserError
+from bmburst.launch.devices import gpus
 from bmburst.train.config import TrainConfig
-from bmburst.train.defaults import MESH, SPREAD, Gpus, defaults_of, explained, spread
+from bmburst.train.defaults import MESH, SPREAD, defaults_of, explained, spread
 from bmburst.train.resolve import CONFIG_FILE, check_resumable, given_names
 from bmburst.train.resolve import resolve as _resolve
 
@@ -129,10 +130,10 @@ def _new_run(
 
     `before` is the run that has begun in the folder and has no checkpoint: its values are the defaults then.
     """
-    gpus, given = Gpus.here(), given_names(files, options)
+    here, given = gpus(), given_names(files, options)
     if before is None:
-        config = _resolve(files, options, steps=steps, defaults=defaults_of(gpus))
-        return config if gpus is None else spread(config, given, world_size or ranks_of(config), gpus)
+        config = _resolve(files, options, steps=steps, defaults=defaults_of(here))
+        return spread(config, given, world_size or ranks_of(config), here) if here else config
     kept = ["dtype", "recompute", "batch_size", *SPREAD]
     kept += MESH if not given.intersection(MESH) else ()
     values = {leaf.name: leaf.default for leaf in leaves(before)}
@@ -141,10 +142,9 @@ def _new_run(
 
 def explain_choices(args: argparse.Namespace, config: TrainConfig, ranks: int) -> str:
     """Return the line about what was chosen for this machine's GPUs for a new run; empty if nothing was."""
-    gpus = Gpus.here()
     files = () if args.config is None else (Path(args.config),)
-    given = given_names(files, given_options(args, TrainConfig)) if gpus else set()
-    return explained(config, given, ranks, gpus)
+    given = given_names(files, given_options(args, TrainConfig)) if gpus() else set()
+    return explained(config, given, ranks, gpus())
 
 
 def ranks_of(config: TrainConfig) -> int:

@@ -177,12 +177,12 @@ NODE_SWITCH = "BMBURST_NODE"
 
 
 @dataclass(frozen=True, slots=True)
-class DoubleRingGroups:
+class RingGroups:
     """The two groups of a rank in a double ring. Its rank in the whole ring is `inter.rank * intra.size + intra.rank`.
 
     Attributes:
         intra: The ranks of this node.
-        inter: The ranks that have this rank's place in each node.
+        inter: The ranks that have this rank's place in each node; in a ring, this rank alone.
     """
 
     intra: BlockMover
@@ -237,7 +237,7 @@ def device_name(comm: CheckedCommunicator, name_of: Callable[[torch.device], str
     return _first_device(comm.base, name_of) if comm.device.type == "cuda" else HOST
 
 
-def double_ring_groups(comm: CheckedCommunicator, nodes: int, transport: str, every: int = 1) -> DoubleRingGroups:
+def double_ring_groups(comm: CheckedCommunicator, nodes: int, transport: str, every: int = 1) -> RingGroups:
     """Return this rank's two groups of a double ring. The first call for a group is collective and blocks the host.
 
     Args:
@@ -271,16 +271,14 @@ def _exchanging_group(comm: CheckedCommunicator) -> CheckedCommunicator:
 
 
 @lru_cache(maxsize=64)  # each entry owns communicators
-def _double_ring_groups(comm: CheckedCommunicator, nodes: int, transport: str, every: int) -> DoubleRingGroups:
+def _double_ring_groups(comm: CheckedCommunicator, nodes: int, transport: str, every: int) -> RingGroups:
     places = comm.size // nodes
     assert comm.size == nodes * places
     assert places % every == 0
     firsts = range(0, comm.size, places)
     intra = _part(comm, [tuple(range(node + i, node + places, every)) for node in firsts for i in range(every)])
     inter = _part(comm, [tuple(range(place, comm.size, places)) for place in range(places)])
-    return DoubleRingGroups(
-        over_transport(intra, transport) if isinstance(intra, CheckedCommunicator) else intra, inter
-    )
+    return RingGroups(over_transport(intra, transport) if isinstance(intra, CheckedCommunicator) else intra, inter)
 
 
 def _part(comm: CheckedCommunicator, partition: Sequence[tuple[int, ...]]) -> BlockMover:

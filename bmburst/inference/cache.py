@@ -301,7 +301,7 @@ class Decoder:
             stream = stream * config.embedding_scale
         eps, factor, added = config.norm_eps, config.residual_scale, None
         for index in range(config.num_layers):
-            layer = self._slice(index)
+            layer = self._slices.get(index) or self._slice_of(index)
             stream, normed = stream_norm(stream, added, layer.whole.input_norm, eps, factor=factor)
             attended = self._attention(index, layer, normed, cos, sin, place)
             stream, normed = stream_norm(stream, attended, layer.whole.mlp_norm, eps, factor=factor)
@@ -352,9 +352,6 @@ class Decoder:
         mine = parts[split.head_group :: split.head_groups]
         merged, _ = merge_decode(mine[..., :-1], mine[..., -1])
         return merged
-
-    def _slice(self, index: int) -> LayerSlice:
-        return self._slices.get(index) or self._slice_of(index)
 
     def _slice_of(self, index: int) -> LayerSlice:
         return LayerSlice.of(self._weights.layer(index), self._config, self._split)

@@ -181,13 +181,10 @@ def ignored_options(directory: Path, max_new_tokens: int | None = None) -> list[
         UserError: The file is damaged.
     """
     stored = _generation_config(directory)
-    unused = [key for key, value in stored.items() if has_effect(key, value) and _is_noted(key)]
+    noted = (key for key in stored if GENERATOR.get(key, NOTED).startswith(NOTED))
+    unused = [key for key in noted if has_effect(key, stored[key])]
     most = stored.get("max_new_tokens") if max_new_tokens is None else max_new_tokens
     return [key for key in unused if key != "max_length" or most is None]
-
-
-def _is_noted(key: str) -> bool:
-    return GENERATOR.get(key, NOTED).startswith(NOTED)
 
 
 def names_ends(directory: Path) -> bool:

@@ -201,7 +201,7 @@ class GatheredWeights:
     is_resident = False
 
     def __init__(self, model: "Llama") -> None:
-        from bmburst.blocks.four_bit import quantized_linears
+        from bmburst.blocks.layers import quantized_linears
         from bmburst.zero import named_shards
 
         self.config, self._lora = model.config, model.lora

@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bmburst.host.stores import LOOPBACK
 from bmburst.launch.rank import STOPPED, guard_command, is_stopped, kill_groups, rank_pids, start_time
-from bmburst.launch.spec import LaunchSpec, StoreAddress
+from bmburst.launch.spec import LaunchSpec
 
 GRACE = 5.0  # seconds from a signal to SIGKILL: enough to close files; a rank that waits for a dead one never ends
 
@@ -127,13 +126,12 @@ def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subpro
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
-def rank_environment(spec: LaunchSpec, rank: int, address: StoreAddress) -> dict[str, str]:
+def rank_environment(spec: LaunchSpec, rank: int) -> dict[str, str]:
     """Return the environment variables of a rank, with the names that torchrun uses."""
     facts = {
         "LOCAL_RANK": rank, "RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank, "ROLE_NAME": "default",
         "LOCAL_WORLD_SIZE": spec.nproc, "WORLD_SIZE": spec.nproc, "GROUP_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": spec.nproc,
-        "MASTER_ADDR": LOOPBACK, "MASTER_PORT": address.port,
-        "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": address.run,
+        "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
         # The launcher serves the store: no rank opens a port of its own for it.
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
@@ -149,21 +147,13 @@ class AgentThread(threading.Thread):
         command: What each rank runs.
         environment: Environment of all ranks, without the variables that differ between ranks.
         folder: The run's folder.
-        address: Where the ranks find the run's store.
     """
 
-    def __init__(
-        self,
-        spec: LaunchSpec,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        folder: Path,
-        address: StoreAddress,
-    ) -> None:
+    def __init__(self, spec: LaunchSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
         super().__init__(name="bmburst-agent", daemon=True)
         self.outcome = Outcome()
         self._spec, self._command, self._environment = spec, rank_command(command), environment
-        self._folder, self._address = folder, address
+        self._folder = folder
         self._ranks: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> None:
@@ -182,8 +172,8 @@ class AgentThread(threading.Thread):
         for rank in range(self._spec.nproc):
             if (self._folder / "stop").exists():
                 return
-            own = rank_environment(self._spec, rank, self._address)
-            self._ranks.append(start_rank(self._command, {**self._environment, **own}))
+            own = {**self._environment, **rank_environment(self._spec, rank)}
+            self._ranks.append(start_rank(self._command, own))
 
     def _wait(self) -> None:
         enforced: list[int] = []

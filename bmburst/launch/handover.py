@@ -105,7 +105,8 @@ def _run_joined_rank(module: str, settle: Settle) -> int:
             return _tell(store, 0, world)
         limits = {"hang_timeout": spec.hang_timeout, "start_timeout": spec.start_timeout}
         told = {"request": request, "limits": limits, "token": secrets.token_hex(8)}
-        first = {"host": gethostname(), "code": _code()} if _has_other_nodes() else None
+        has_other_nodes = os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]
+        first = {"host": gethostname(), "code": _code()} if has_other_nodes else None
         store.set(_KEY, json.dumps(told | {"first": first}))
         if first:
             _await_nodes(store, world)
@@ -140,10 +141,6 @@ def _await_nodes(store: Any, world: int) -> None:
         if store.check([_PROBLEM]):
             raise UserError(store.get(_PROBLEM).decode())
         time.sleep(0.05)
-
-
-def _has_other_nodes() -> bool:
-    return os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]
 
 
 def _code() -> str:

@@ -19,10 +19,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 
 from bmburst.errors import UserError
 from bmburst.host.stores import LOOPBACK, LOOPBACK_ONLY, listen, serve_at
@@ -45,7 +44,7 @@ from bmburst.launch.rank import (
     rank_pids,
 )
 from bmburst.launch.result import LaunchResult, launch_result
-from bmburst.launch.spec import ALLOCATOR, EXPANDING, LaunchSpec, StoreAddress, require_command, require_devices
+from bmburst.launch.spec import ALLOCATOR, EXPANDING, LaunchSpec, require_command, require_devices
 from bmburst.setup.kernel_caches import flash_attention_4
 
 __all__ = ["LaunchSpec", "launch"]
@@ -103,29 +102,8 @@ _AFTER_KILL = 5.0  # seconds for the agent to see that killed ranks are gone
 _STORE_TIMEOUT = timedelta(seconds=900)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckedLaunch:
-    """A launch whose options, command and environment have been checked.
-
-    Attributes:
-        spec: How many ranks, where.
-        command: What each rank runs.
-        environment: Variables to add to the environment.
-    """
-
-    spec: LaunchSpec
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
-
-    def __str__(self) -> str:
-        """Return the shell command that torchrun would need for the same ranks."""
-        words = ["torchrun", "--standalone", f"--nproc-per-node={self.spec.nproc}", "--no-python"]
-        words += rank_command(self.command)
-        return "\n".join([*(f"{name}={value}" for name, value in self.environment.items()), shlex.join(words)])
-
-
-def check_launch(spec: LaunchSpec, command: Sequence[str]) -> CheckedLaunch:
-    """Check a launch against this node.
+def check_launch(spec: LaunchSpec, command: Sequence[str]) -> dict[str, str]:
+    """Check a launch against this node, and return the variables to add to the environment of its ranks.
 
     Args:
         spec: How many ranks, where.
@@ -147,7 +125,17 @@ def check_launch(spec: LaunchSpec, command: Sequence[str]) -> CheckedLaunch:
     found[START_TIMEOUT] = f"{spec.start_limit:g}"
     stand_in = spec.host_runtime and not cuda and importlib.util.find_spec("bmtrain") is not None
     found[HOST_RUNTIME] = str(int(stand_in))
-    return CheckedLaunch(spec=spec, command=tuple(command), environment=MappingProxyType(found))
+    return found
+
+
+def described(spec: LaunchSpec, command: Sequence[str]) -> str:
+    """Return the variables of a launch, and the shell command that torchrun would need for the same ranks.
+
+    Raises:
+        UserError: See `check_launch`.
+    """
+    words = ["torchrun", "--standalone", f"--nproc-per-node={spec.nproc}", "--no-python", *rank_command(command)]
+    return "\n".join([*(f"{name}={value}" for name, value in check_launch(spec, command).items()), shlex.join(words)])
 
 
 def launch(spec: LaunchSpec, command: Sequence[str], request: str = "") -> int:
@@ -166,13 +154,13 @@ def launch(spec: LaunchSpec, command: Sequence[str], request: str = "") -> int:
     Raises:
         UserError: See `check_launch`. No rank has been started.
     """
-    checked = check_launch(spec, command)
+    environment = check_launch(spec, command)
     listener = listen(LOOPBACK, 0)
     folder = Path(tempfile.mkdtemp(prefix="bmburst-launch-"))
     (folder / REQUEST).write_text(request, encoding="utf-8")
     guard = start_guard(folder)
     try:
-        result = _run(checked, folder, listener)
+        result = _run(spec, command, environment, folder, listener)
     finally:
         listener.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -184,17 +172,18 @@ def launch(spec: LaunchSpec, command: Sequence[str], request: str = "") -> int:
     return result.status
 
 
-def _run(checked: CheckedLaunch, folder: Path, listener: socket.socket) -> LaunchResult:
-    address = StoreAddress(port=int(listener.getsockname()[1]), run=secrets.token_hex(8))
-    own = {FOLDER: str(folder), LAUNCHER: str(os.getpid())}
-    environment = {**os.environ, **checked.environment, **own}
-    agent = AgentThread(checked.spec, checked.command, environment, folder, address)
+def _run(
+    spec: LaunchSpec, command: Sequence[str], checked: Mapping[str, str], folder: Path, listener: socket.socket
+) -> LaunchResult:
+    store_at = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(listener.getsockname()[1])}
+    own = {FOLDER: str(folder), LAUNCHER: str(os.getpid()), "TORCHELASTIC_RUN_ID": secrets.token_hex(8)}
+    agent = AgentThread(spec, command, {**os.environ, **checked, **store_at, **own}, folder)
     with _caught_signals() as caught:
         # Importing torch takes seconds: the ranks do it at the same time. Where it is imported, the store comes first.
         store = serve_at(listener, _STORE_TIMEOUT) if "torch" in sys.modules else None
         agent.start()
         store = store or serve_at(listener, _STORE_TIMEOUT)
-        result = _wait(agent, caught, folder) or launch_result(checked.spec, agent.outcome, folder)
+        result = _wait(agent, caught, folder) or launch_result(spec, agent.outcome, folder)
     del store  # held until here, for the ranks
     if result.status:
         _end_leftovers(agent, folder)

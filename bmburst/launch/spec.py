@@ -13,22 +13,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with the settings of torch's allocator; the second is the older name of the first."""
 EXPANDING = "expandable_segments:True"
 """The setting with which the allocator uses segments that grow."""
-
-
 DEFAULT_START_TIMEOUT = 3600.0  # seconds; loading a large model from a slow disk and compiling kernels takes long
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreAddress:
-    """Where the ranks find the run's store, on loopback.
-
-    Attributes:
-        port: TCP port.
-        run: A random name of the run.
-    """
-
-    port: int
-    run: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -287,7 +287,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         others = []
         for group in groups:
             of_group, fused = of_halves if self._is_half(group["params"][0]) else scale, self._fused(group)
-            if _is_wide(group):
+            if group["params"][0].dtype == torch.float32:
                 parameters = [p for p in group["params"] if p.grad is not None]
                 step_wide(parameters, [self.state[p] for p in parameters], _rates(group), scale)
             elif fused is not None:
@@ -424,10 +424,6 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     def _is_half(self, weights: torch.Tensor) -> bool:
         """Whether weights are fp16 with moments that do not carry the loss scale."""
         return weights.dtype == torch.float16 and not self._has_scaled_state
-
-
-def _is_wide(group: dict[str, Any]) -> bool:
-    return bool(group["params"][0].dtype == torch.float32)
 
 
 def build_optimizer(

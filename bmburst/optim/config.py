@@ -18,6 +18,11 @@ MOMENT_BYTES: Mapping[State, float] = types.MappingProxyType({"float32": 8.0, "b
 """Bytes of both moments of a weight, by `OptimizerConfig.state`; 8 bits have an fp32 scale for 256 neighbours."""
 
 
+def smaller_states(state: State) -> list[State]:
+    """Return the types of optimizer state that take fewer bytes, the largest first."""
+    return [name for name, nbytes in MOMENT_BYTES.items() if nbytes < MOMENT_BYTES[state]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW. `TrainConfig` replaces None by the default for its model (`filled`)."""

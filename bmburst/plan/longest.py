@@ -12,8 +12,7 @@ from bmburst.errors import UserError
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import memory_of, reserved_memory
 from bmburst.plan.presentation import command
-from bmburst.plan.remedies import remedy
-from bmburst.plan.search import Prediction, best, with_usable_memory
+from bmburst.plan.search import Prediction, best, remedy, with_usable_memory
 from bmburst.plan.ways import candidates, require_possible, with_policies
 from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import Hardware

@@ -175,12 +175,6 @@ class StepMoments:
     def _kept_before_attention(self) -> float:
         return self.norm_statistic + self.projected_input + self.query + 2 * self.key + self.normed_heads
 
-    def _before_attention(self) -> float:
-        return self.norm_statistic + self.normed + self.query + 2 * self.key + self.normed_heads
-
-    def _before_mlp(self) -> float:
-        return self.hidden + self.norm_statistic + self.normed
-
     def _all_kept(self, less: float = 0.0) -> float:
         return self.others.before + self.kept() - less
 
@@ -250,7 +244,7 @@ class StepMoments:
             "kept for backward": self._kept_before(),
             "gathered weights, gradients": self._weights(),
             "embedding and head": self._table(),
-            "block in work": self._before_attention(),
+            "block in work": self.norm_statistic + self.normed + self.query + 2 * self.key + self.normed_heads,
             "attention": self._attention(self.attends.forward),
         }
 
@@ -264,7 +258,7 @@ class StepMoments:
             "kept for backward": self._kept_before() + attention * self.attended,
             "gathered weights, gradients": self._weights(),
             "embedding and head": self._table(),
-            "block in work": others + self._before_mlp() + result,
+            "block in work": others + self.hidden + self.norm_statistic + self.normed + result,
             "MLP chunk" if self.is_cut else "MLP": 2 * self.chunk_inner,
             "elementwise": self._elements(self.operators.swiglu_forward_alive(itemsize), self.chunk_inner),
         }

@@ -100,7 +100,7 @@ def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: i
         hardware: The machine.
         shown: The predictions to show, the best first.
         total: Number of candidates that were predicted.
-        needs: What it needs, if nothing fits (`bmburst.plan.remedies`).
+        needs: What it needs, if nothing fits (`bmburst.plan.search.remedy`).
     """
     best, tokens = shown[0], short(task.sequence, commas=True)
     of = (

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
+from bmburst.optim.config import smaller_states
 from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Candidate, Offload, Task
 from bmburst.plan.counts import CURRENT, Operators
-from bmburst.plan.memory import Memory, memory_of, reserved_memory
+from bmburst.plan.memory import HOST_SHARE, Memory, memory_of, reserved_memory
 from bmburst.plan.step import StepTime, step_time, utilisation
 from bmburst.plan.ways import ALL_ATTENTION, candidates, require_possible, with_attention_choice, with_policies
 from bmburst.recompute.policy import POLICIES, Policy, require_end
@@ -26,6 +27,8 @@ GROUP_GAIN = 1e-2
 """Fraction of a step that ZeRO within nodes must save over ZeRO over all ranks, which takes less memory."""
 MARGIN = 0.05
 """Fraction of the free memory that is reserved for fragmentation and errors of the formulas."""
+_PLENTY = float(1 << 50)
+"""Bytes of host memory that are enough for any model."""
 
 
 @dataclass(frozen=True)
@@ -293,6 +296,23 @@ def fastest(ways: Sequence[Candidate], hardware: Hardware, policies: Sequence[st
         rates.append(found.tokens_per_second if found.memory.fits else 0.0)
     most = max(rates, default=0.0)
     return next(i for i, rate in enumerate(rates) if rate >= most * (1 - gain)) if most else None
+
+
+def remedy(task: Task, hardware: Hardware, **tried: Any) -> str:
+    """Return what a task that does not fit needs, for "it needs ...". The arguments are those of `search`."""
+
+    def fitting(asked: Task, machine: Hardware) -> list[float]:
+        return [each.memory.in_host for each in search(asked, machine, **tried) if each.memory.fits]
+
+    words = []
+    if hosts := fitting(task, replace(hardware, host_memory=_PLENTY)):
+        more = min(hosts) / HOST_SHARE - hardware.host_memory
+        words.append(f"{more / GIB:,.0f} GiB more of host memory" + (" a node" if task.nodes > 1 else ""))
+    for state in smaller_states(task.state):
+        if fitting(replace(task, state=state), hardware):
+            words.append(f"--optimizer.state {state}")
+            break
+    return ", or ".join(words) or "more GPUs, a shorter sequence or a smaller model"
 
 
 def _fastest(found: Sequence[Prediction]) -> Prediction:

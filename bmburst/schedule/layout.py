@@ -367,7 +367,9 @@ def narrowed_queries(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]
     if isinstance(mask, Causal | Full):
         return (0,) * layout.size
     if isinstance(mask, SlidingWindow):
-        return tuple(sum(_queries_from(run, mask.tokens, length) for run in layout.runs(r)) for r in range(layout.size))
+        first = min(mask.tokens, length)
+        runs = (layout.runs(rank) for rank in range(layout.size))
+        return tuple(sum(run.real(length) - run.real(first) for run in of_rank) for of_rank in runs)
     return tuple(_narrowed(mask, length, real_positions(layout, rank, length)) for rank in range(layout.size))
 
 
@@ -391,11 +393,6 @@ def merged_queries(mask: Mask, length: int) -> int:
     """Return how many results of queries are merged over the levels of a mask: 0 unless it is a tree."""
     rows = (level.rows(np.arange(length), length) for level in mask.levels[1:])
     return sum(int(np.count_nonzero(stop > start)) for start, stop in rows)
-
-
-def _queries_from(run: Run, position: int, length: int) -> int:
-    """Return how many tokens of a run have global positions from `position` to `length`, exclusive."""
-    return run.real(length) - run.real(min(position, length))
 
 
 def _run_area(mask: Mask, length: int, run: Run) -> int:

@@ -48,24 +48,42 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps of one rank in a ring.
+    """The steps of one rank in a ring, or in a double ring.
 
-    All ranks have steps of the same distances: 0, and those at which any rank has work. Blocks move from one distance
-    to the next in one hop. After the last step, gradients make one more hop to their owners.
+    In a ring all ranks have steps of the same distances: 0, and those at which any rank has work. Blocks move from one
+    distance to the next in one hop. After the last step, gradients make one more hop to their owners.
+
+    Attributes:
+        ring_order: How blocks move; a ring is a double ring of one node.
+        steps: The tiles of each step.
     """
 
-    size: int
+    ring_order: "RingOrder"
     steps: tuple[Step, ...]
 
     @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.ring_order.nodes * self.ring_order.places
+
+    @property
     def hops(self) -> tuple[int, ...]:
-        """By how many ranks blocks move after each step; after the last step, back to their owners."""
+        """By how many ranks blocks of a ring move after each step; after the last step, back to their owners."""
         distances = [*(step.distance for step in self.steps), self.size]
         return tuple(after - before for before, after in pairwise(distances))
 
 
-@bounded_cache(maxsize=128)
-def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, ring_tensors: RingTensors) -> Schedule:
+@bounded_cache(maxsize=256)
+def make_schedule(
+    layout: Layout,
+    length: int,
+    mask: Mask,
+    rank: int,
+    ring_tensors: RingTensors,
+    nodes: int = 1,
+    *,
+    returning: bool = False,
+) -> Schedule:
     """Return the schedule of one rank.
 
     Args:
@@ -74,16 +92,15 @@ def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, ring_tenso
         mask: Which keys a query sees.
         rank: The rank on the sequence ring.
         ring_tensors: "kv": the ring moves keys and values. "q": it moves queries.
+        nodes: Number of nodes of a double ring; 1: a ring.
+        returning: Whether gradients follow the tensors and return to their owners.
     """
-    owners = [(rank - distance) % layout.size for distance in distances(layout, length, mask, ring_tensors)]
-    steps = tuple(make_step(layout, length, mask, rank, owner, ring_tensors) for owner in owners)
-    return Schedule(layout.size, steps)
-
-
-def make_step(layout: Layout, length: int, mask: Mask, rank: int, owner: int, ring_tensors: RingTensors) -> Step:
-    """Return the step of a rank with the blocks of `owner`; the arguments are those of `make_schedule`."""
-    pair = (rank, owner) if ring_tensors == "kv" else (owner, rank)
-    return Step((rank - owner) % layout.size, owner, tiles(layout, length, mask, *pair))
+    ring_order = layout_ring_order(layout, length, mask, ring_tensors, nodes, returning=returning)
+    steps = []
+    for owner in ring_order.owners(rank):
+        pair = (rank, owner) if ring_tensors == "kv" else (owner, rank)
+        steps.append(Step((rank - owner) % layout.size, owner, tiles(layout, length, mask, *pair)))
+    return Schedule(ring_order, tuple(steps))
 
 
 @bounded_cache(maxsize=256)
@@ -147,11 +164,11 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DoubleRingOrder:
-    """The order in which blocks go through a double ring, the same for all ranks.
+class RingOrder:
+    """The order in which blocks go through a ring or a double ring, the same for all ranks.
 
     Attributes:
-        nodes: Number of nodes.
+        nodes: Number of nodes; 1: a ring.
         places: Ranks on each node.
         windows: The windows in order; the first is of the own node and begins with the own block.
         exit: Hops inside a node, from the owner's place, at which the gradient of a block leaves a node.
@@ -186,44 +203,14 @@ class DoubleRingOrder:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class DoubleSchedule:
-    """The steps of one rank in a double ring.
-
-    Attributes:
-        ring_order: How blocks move.
-        steps: The tiles of each step.
-    """
-
-    ring_order: DoubleRingOrder
-    steps: tuple[Step, ...]
-
-
-@bounded_cache(maxsize=128)
-def make_double_schedule(
-    layout: Layout, length: int, mask: Mask, rank: int, ring_tensors: RingTensors, nodes: int, *, returning: bool
-) -> DoubleSchedule:
-    """Return the schedule of one rank.
-
-    Args:
-        layout: Which rank holds which tokens.
-        length: Global number of real tokens; positions from there on are padding, in no tile.
-        mask: Which keys a query sees.
-        rank: The rank on the sequence ring.
-        ring_tensors: "kv": the ring moves keys and values. "q": it moves queries.
-        nodes: Number of nodes.
-        returning: Whether gradients follow the tensors and return to their owners.
-    """
-    ring_order = layout_ring_order(layout, length, mask, ring_tensors, nodes, returning=returning)
-    steps = (make_step(layout, length, mask, rank, owner, ring_tensors) for owner in ring_order.owners(rank))
-    return DoubleSchedule(ring_order, tuple(steps))
-
-
 @bounded_cache(maxsize=128)
 def layout_ring_order(
     layout: Layout, length: int, mask: Mask, ring_tensors: RingTensors, nodes: int, *, returning: bool
-) -> DoubleRingOrder:
-    """Return how blocks move under a layout and a mask; the arguments are those of `make_double_schedule`."""
+) -> RingOrder:
+    """Return how blocks move under a layout and a mask; the arguments are those of `make_schedule`."""
+    if nodes == 1:
+        stops = distances(layout, length, mask, ring_tensors)
+        return RingOrder(1, layout.size, (Window(0, stops),), exit=stops[-1])
 
     def works(owner: int, rank: int) -> bool:
         pair = (rank, owner) if ring_tensors == "kv" else (owner, rank)
@@ -232,7 +219,7 @@ def layout_ring_order(
     return make_ring_order(nodes, layout.size // nodes, works, returning=returning)
 
 
-def make_ring_order(nodes: int, places: int, works: Callable[[int, int], bool], *, returning: bool) -> DoubleRingOrder:
+def make_ring_order(nodes: int, places: int, works: Callable[[int, int], bool], *, returning: bool) -> RingOrder:
     """Return how blocks move in a double ring.
 
     Args:
@@ -254,7 +241,7 @@ def make_ring_order(nodes: int, places: int, works: Callable[[int, int], bool], 
         windows = [Window(0, own[:half]), *windows[1:], Window(0, own[half:])]
     leaving = windows[1:] or windows
     ((exit_place, _),) = Counter(window.stops[-1] for window in leaving).most_common(1)
-    return DoubleRingOrder(nodes, places, tuple(windows), exit_place)
+    return RingOrder(nodes, places, tuple(windows), exit_place)
 
 
 def _owner(nodes: int, places: int, rank: int, up: int, stop: int) -> int:

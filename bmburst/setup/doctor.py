@@ -73,22 +73,24 @@ def torch_flash(name: str) -> Finding:
     """Check that torch has its flash kernel for GPUs."""
     import torch
 
-    if not torch.cuda.is_available():
-        return Finding(name, "note", "needs a GPU")
-    if not torch.backends.cuda.is_flash_attention_available():
-        return Finding(name, "missing", "this build of torch has none", f"{PIP} install --force-reinstall torch")
-    return Finding(name, "ok", "in torch")
+    return _in_torch(name, torch.backends.cuda.is_flash_attention_available, lambda: "in torch")
 
 
 def cudnn(name: str) -> Finding:
     """Check that torch has cuDNN."""
     import torch
 
+    return _in_torch(name, torch.backends.cudnn.is_available, lambda: str(torch.backends.cudnn.version()))
+
+
+def _in_torch(name: str, is_there: Callable[[], bool], detail: Callable[[], str]) -> Finding:
+    import torch
+
     if not torch.cuda.is_available():
         return Finding(name, "note", "needs a GPU")
-    if not torch.backends.cudnn.is_available():
+    if not is_there():
         return Finding(name, "missing", "this build of torch has none", f"{PIP} install --force-reinstall torch")
-    return Finding(name, "ok", str(torch.backends.cudnn.version()))
+    return Finding(name, "ok", detail())
 
 
 @dataclass(frozen=True, slots=True)

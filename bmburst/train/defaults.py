@@ -4,13 +4,13 @@ What a file or an option gives is kept, and so is what a run that is resumed was
 are those of `TrainConfig`. Imports no torch at its top.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from bmburst.errors import UserError
-from bmburst.launch import devices
+from bmburst.launch.devices import Gpu
 from bmburst.recompute.policy import AUTO, POLICIES
 from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.schedule.parallelism import divisors
@@ -28,41 +28,15 @@ SPREAD = ("micro_batch_size",)
 MESH = tuple(f"parallel.{axis}_parallel" for axis in ("pipeline", "data", "sequence", "tensor", "head"))
 
 
-@dataclass(frozen=True, slots=True)
-class Gpus:
-    """The GPUs of this machine.
-
-    Attributes:
-        count: Number of GPUs that torch sees.
-        name: Name of the first one.
-        capability: The smallest compute capability.
-    """
-
-    count: int
-    name: str
-    capability: tuple[int, int]
-
-    @classmethod
-    def here(cls) -> "Gpus | None":
-        """Return the GPUs of this machine; None without one."""
-        if not (found := devices.gpus()):
-            return None
-        return cls(len(found), found[0].name, min(gpu.capability for gpu in found))
-
-    @property
-    def has_bfloat16(self) -> bool:
-        """Whether all of them compute in bfloat16."""
-        return self.capability >= _AMPERE
-
-
-def defaults_of(gpus: Gpus | None) -> dict[str, str]:
+def defaults_of(gpus: Sequence[Gpu]) -> dict[str, str]:
     """Return the values of fields that are not given, for a new run on these GPUs."""
-    if gpus is None:
+    if not gpus:
         return {}
-    return {"recompute": AUTO, **({"dtype": "bfloat16"} if gpus.has_bfloat16 else {})}
+    have_bfloat16 = min(gpu.capability for gpu in gpus) >= _AMPERE
+    return {"recompute": AUTO, **({"dtype": "bfloat16"} if have_bfloat16 else {})}
 
 
-def spread(config: TrainConfig, given: Collection[str], ranks: int, gpus: Gpus | None) -> TrainConfig:
+def spread(config: TrainConfig, given: Collection[str], ranks: int, gpus: Sequence[Gpu]) -> TrainConfig:
     """Return a run with the data and sequence parallel degrees and the micro-batch that are predicted to be fastest.
 
     The planner compares them by tokens per second, each with its fastest ZeRO stage and recompute policy that fit in
@@ -75,13 +49,13 @@ def spread(config: TrainConfig, given: Collection[str], ranks: int, gpus: Gpus |
         given: Dotted names of the fields that a file or an option gives, which are kept. If one of the parallel degrees
             is among them, all of them are.
         ranks: Number of ranks.
-        gpus: The GPUs of each machine; None: the run is returned as it is.
+        gpus: The GPUs of each machine; none: the run is returned as it is.
     """
-    if gpus is None or ranks == 1:
+    if not gpus or ranks == 1:
         return config
     from bmburst.plan.search import fastest  # here, because --help does not need the planner
 
-    hardware, nodes = hardware_like(gpus.name), max(1, -(-ranks // gpus.count))
+    hardware, nodes = hardware_like(gpus[0].name), max(1, -(-ranks // len(gpus)))
     ways = [
         (way, found)
         for way in _ways(config, given, ranks)
@@ -107,9 +81,9 @@ def _ways(config: TrainConfig, given: Collection[str], ranks: int) -> Iterator[T
                 yield config.replace(parallel=own, batch_size=batch, micro_batch_size=size)
 
 
-def explained(config: TrainConfig, given: Collection[str], ranks: int, gpus: Gpus | None) -> str:
+def explained(config: TrainConfig, given: Collection[str], ranks: int, gpus: Sequence[Gpu]) -> str:
     """Return the line about what was chosen for these GPUs, and how to choose otherwise; empty if nothing was."""
-    if gpus is None:
+    if not gpus:
         return ""
     chosen = [f"{name} {getattr(config, name)}" for name in defaults_of(gpus) if name not in given]
     if ranks > 1 and not any(name in given for name in MESH):
@@ -121,7 +95,7 @@ def explained(config: TrainConfig, given: Collection[str], ranks: int, gpus: Gpu
         chosen.append(f"micro_batch_size {config.micro_batch_size}")
     if not chosen:
         return ""
-    return f"chosen for {ranks} x {gpus.name}: {', '.join(chosen)}; the options of these names choose otherwise"
+    return f"chosen for {ranks} x {gpus[0].name}: {', '.join(chosen)}; the options of these names choose otherwise"
 
 
 def _planned(

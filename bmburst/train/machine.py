@@ -13,10 +13,9 @@ from bmburst.blocks.dtypes import dtype_of
 from bmburst.errors import UserError
 from bmburst.launch import devices
 from bmburst.memory import available_bytes, total_bytes
-from bmburst.optim.config import OptimizerConfig
+from bmburst.optim.config import OptimizerConfig, smaller_states
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, host_state, memory_of
-from bmburst.plan.remedies import smaller_states
 from bmburst.plan.ways import with_attention_choice
 from bmburst.recompute.policy import AUTO
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like

@@ -19,10 +19,10 @@ from bmburst.errors import RunError, UserError
 from bmburst.launch.spec import ALLOCATOR, EXPANDING
 from bmburst.memory import DRIVER_IS_FULL, available_bytes, peak_bytes
 from bmburst.mesh import Mesh
+from bmburst.optim.config import smaller_states
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.memory import KEPT, Memory, memory_of
 from bmburst.plan.rates import call_seconds
-from bmburst.plan.remedies import smaller_states
 from bmburst.plan.search import (
     Choice,
     Prediction,

@@ -17,7 +17,6 @@ from bmburst.train.loading import LocalBatch, token_losses, token_stream
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
-    from bmburst.blocks.stages import StageLink
 
 
 def run_stage(
@@ -52,7 +51,6 @@ class PipelineStep:
         self, model: "Llama", parts: Sequence[LocalBatch], forward: Callable[[LocalBatch, Tensor], Tensor]
     ) -> None:
         self._model, self._parts, self._forward = model, parts, forward
-        self._link = _link(model, parts[0])
         self._inputs: dict[int, Tensor] = {}  # streams of the stage before, by micro-batch
         self._outputs: dict[int, Tensor] = {}  # results of this stage, until their backward passes
         self._gradients: dict[int, Tensor] = {}  # with respect to the outputs
@@ -85,13 +83,15 @@ class PipelineStep:
             self._returned[number] = gradient
 
     def _transfer(self, action: Transfer) -> None:
+        from bmburst.blocks.stages import exchange  # imports BMTrain: only after `bmburst.start`
+
         goes_on = action.peer > self._model.stage.number
         sent = None
         if action.sends is not None:
             sent = self._outputs[action.sends] if goes_on else self._returned.pop(action.sends)
-        received = self._link.exchange(action.peer, sent, receives=action.receives is not None)
-        if action.receives is not None:
-            assert received is not None
+        received = None if action.receives is None else self._model.new_stream(self._parts[0].labels)
+        exchange(action.peer, sent, received)
+        if action.receives is not None and received is not None:
             if goes_on:
                 self._gradients[action.receives] = received
             else:
@@ -100,15 +100,13 @@ class PipelineStep:
 
 def stage_loss(model: "Llama", part: LocalBatch) -> Tensor:
     """Return the sum of this rank's token losses, fp32 or wider, without a graph; 0 on stages without a head."""
-    stage, link = model.stage, _link(model, part)
-    stream = None if stage.is_first else link.exchange(stage.number - 1, None, receives=True)
+    from bmburst.blocks.stages import exchange  # imports BMTrain: only after `bmburst.start`
+
+    stage, stream = model.stage, None
+    if not stage.is_first:
+        stream = model.new_stream(part.labels)
+        exchange(stage.number - 1, None, stream)
     if stage.is_last:
         return token_losses(model, part, stream=stream)
-    link.exchange(stage.number + 1, token_stream(model, part, stream), receives=False)
+    exchange(stage.number + 1, token_stream(model, part, stream), None)
     return torch.zeros((), device=part.ids.device)
-
-
-def _link(model: "Llama", part: LocalBatch) -> "StageLink":
-    from bmburst.blocks.stages import StageLink  # imports BMTrain: only after `bmburst.start`
-
-    return StageLink(model.stream_shape(*part.labels.shape), model.model.dtype, part.ids.device)

@@ -114,19 +114,19 @@ def forward_kernel(
     first = block * QUERIES
     q_matrix, out_matrix = matrix_of(q, q_strides, batch, head), matrix_of(out, out_strides, batch, head)
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head), matrix_of(v, v_strides, batch, head)
+    key_rows = k_matrix, v_matrix, k_strides[1], v_strides[1]
     query = load_rows(q_matrix, first, q_strides[1], queries, HEAD_DIM, QUERIES, DIM, True)
     lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
     table_row = table_row_of(biases, head, lookup)
-    line, count = line_of(runs, counts, batch, tl.num_programs(0), block, RUNS)
+    line = line_of(runs, counts, batch, tl.num_programs(0), block, RUNS)
+    pairs = query_tokens, key_tokens, batch, tl.num_programs(2), queries, keys
     acc, total, peak = _attend(
-        query, k_matrix, v_matrix, k_strides[1], v_strides[1], line, count,
-        query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
+        query, key_rows, line, pairs, first, bits_scale, table_row, lookup,
         HEAD_DIM, DIM, QUERIES, KEYS, False, PRECISION,
     )  # fmt: skip
     if has_nan(acc):
         acc, total, peak = _attend(
-            query, k_matrix, v_matrix, k_strides[1], v_strides[1], line, count,
-            query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
+            query, key_rows, line, pairs, first, bits_scale, table_row, lookup,
             HEAD_DIM, DIM, QUERIES, KEYS, True, PRECISION,
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -138,8 +138,7 @@ def forward_kernel(
 
 @triton.jit
 def _attend(
-    query, k_matrix, v_matrix, k_stride, v_stride, runs, count,
-    query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+    query, key_rows, line, pairs, first, bits_scale, table_row, lookup,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -149,8 +148,7 @@ def _attend(
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     for kind in tl.static_range(3):
         acc, total, peak = _over_runs(
-            acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride, runs, count,
-            query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+            acc, total, peak, query, key_rows, line, pairs, first, bits_scale, table_row, lookup,
             HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general",
             HAS_NAN, PRECISION,
         )  # fmt: skip
@@ -159,16 +157,17 @@ def _attend(
 
 @triton.jit
 def _over_runs(
-    acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride, runs, count,
-    query_tokens, key_tokens, batch, batches, first_query, queries, keys, bits_scale, table_row, lookup,
+    acc, total, peak, query, key_rows, line, pairs, first_query, bits_scale, table_row, lookup,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KIND: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Update the running softmax with the runs of one kind."""
     MASKED: tl.constexpr = KIND == "general"
+    k_matrix, v_matrix, k_stride, v_stride = key_rows
+    query_tokens, key_tokens, batch, batches, queries, keys = pairs
     of_queries = as_rows(load_tokens(query_tokens, batch, first_query, batches, queries, QUERIES))
-    for index in tl.range(count):
-        start, stop, kind = load_run(runs, index)
+    for index in tl.range(line[1]):
+        start, stop, kind = load_run(line[0], index)
         bias = common_bias(table_row, kind)
         for block in tl.range(start, stop_of(start, stop, kind, KIND)):
             first = block * KEYS
@@ -212,16 +211,15 @@ def keys_kernel(
     value = load_rows(v_matrix, first, v_strides[1], keys, HEAD_DIM, KEYS, DIM, True)
     lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
     table_row = table_row_of(biases, head, lookup)
-    line, count = line_of(runs, counts, batch, tl.num_programs(0), tl.program_id(0), RUNS)
+    line = line_of(runs, counts, batch, tl.num_programs(0), tl.program_id(0), RUNS)
+    pairs = query_tokens, key_tokens, batch, tl.num_programs(2), queries, keys
     key_acc, value_acc = _over_all_queries(
-        key, value, of_queries, line, count,
-        query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
+        key, value, of_queries, line, pairs, first, bits_scale, table_row, lookup,
         HEAD_DIM, DIM, QUERIES, KEYS, False, PRECISION,
     )  # fmt: skip
     if has_nan(key_acc) | has_nan(value_acc):
         key_acc, value_acc = _over_all_queries(
-            key, value, of_queries, line, count,
-            query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
+            key, value, of_queries, line, pairs, first, bits_scale, table_row, lookup,
             HEAD_DIM, DIM, QUERIES, KEYS, True, PRECISION,
         )  # fmt: skip
     grad_k_matrix = matrix_of(grad_k, grad_k_strides, batch, head)
@@ -232,8 +230,7 @@ def keys_kernel(
 
 @triton.jit
 def _over_all_queries(
-    key, value, of_queries, runs, count,
-    query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+    key, value, of_queries, line, pairs, first, bits_scale, table_row, lookup,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -242,8 +239,7 @@ def _over_all_queries(
     value_acc = tl.zeros([KEYS, DIM], tl.float32)
     for kind in tl.static_range(3):
         key_acc, value_acc = _over_queries(
-            key_acc, value_acc, key, value, of_queries, runs, count,
-            query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+            key_acc, value_acc, key, value, of_queries, line, pairs, first, bits_scale, table_row, lookup,
             HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general",
             HAS_NAN, PRECISION,
         )  # fmt: skip
@@ -252,16 +248,16 @@ def _over_all_queries(
 
 @triton.jit
 def _over_queries(
-    key_acc, value_acc, key, value, of_queries, runs, count,
-    query_tokens, key_tokens, batch, batches, first_key, queries, keys, bits_scale, table_row, lookup,
+    key_acc, value_acc, key, value, of_queries, line, pairs, first_key, bits_scale, table_row, lookup,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KIND: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Accumulate dK, not yet scaled, and dV over the runs of one kind."""
     MASKED: tl.constexpr = KIND == "general"
+    query_tokens, key_tokens, batch, batches, queries, keys = pairs
     own = as_rows(load_tokens(key_tokens, batch, first_key, batches, keys, KEYS))
-    for index in tl.range(count):
-        start, stop, kind = load_run(runs, index)
+    for index in tl.range(line[1]):
+        start, stop, kind = load_run(line[0], index)
         bias = common_bias(table_row, kind)
         for block in tl.range(start, stop_of(start, stop, kind, KIND)):
             first = block * QUERIES
@@ -304,24 +300,21 @@ def queries_kernel(
     head, batch = tl.program_id(1), tl.program_id(2)
     first = block * QUERIES
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head), matrix_of(v, v_strides, batch, head)
+    key_rows = k_matrix, v_matrix, k_strides[1], v_strides[1]
     of_queries = queries_of(grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head)
-    query, grad_out, level, row_delta = load_queries(
-        of_queries, first, queries, HEAD_DIM, DIM, HEAD_DIM, DIM, QUERIES, True
-    )  # fmt: skip
+    row = load_queries(of_queries, first, queries, HEAD_DIM, DIM, HEAD_DIM, DIM, QUERIES, True)
     lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
     table_row = table_row_of(biases, head, lookup)
-    line, count = line_of(runs, counts, batch, tl.num_programs(0), block, RUNS)
+    line = line_of(runs, counts, batch, tl.num_programs(0), block, RUNS)
+    pairs = query_tokens, key_tokens, batch, tl.num_programs(2), queries, keys
+    into = sums + head * rows, sums + tl.num_programs(1) * rows, bits
     acc = _over_all_keys(
-        query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
-        sums + head * rows, sums + tl.num_programs(1) * rows, bits, line, count,
-        query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
+        row, key_rows, into, line, pairs, first, bits_scale, table_row, lookup,
         HEAD_DIM, DIM, QUERIES, KEYS, False, PRECISION,
     )  # fmt: skip
     if has_nan(acc):
         acc = _over_all_keys(
-            query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
-            sums + head * rows, sums + tl.num_programs(1) * rows, bits, line, count,
-            query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
+            row, key_rows, into, line, pairs, first, bits_scale, table_row, lookup,
             HEAD_DIM, DIM, QUERIES, KEYS, True, PRECISION,
         )  # fmt: skip
     grad_q_matrix = matrix_of(grad_q, grad_q_strides, batch, head)
@@ -330,8 +323,7 @@ def queries_kernel(
 
 @triton.jit
 def _over_all_keys(
-    query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride, sum_row, peaks, bits, runs, count,
-    query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+    row, key_rows, into, line, pairs, first, bits_scale, table_row, lookup,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -339,9 +331,7 @@ def _over_all_keys(
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     for kind in tl.static_range(3):
         acc = _over_keys(
-            acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride, sum_row, peaks, bits,
-            runs, count,
-            query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+            acc, row, key_rows, into, line, pairs, first, bits_scale, table_row, lookup,
             HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general",
             HAS_NAN, PRECISION,
         )  # fmt: skip
@@ -350,17 +340,19 @@ def _over_all_keys(
 
 @triton.jit
 def _over_keys(
-    acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride, sum_row, peaks, bits,
-    runs, count,
-    query_tokens, key_tokens, batch, batches, first_query, queries, keys, bits_scale, table_row, lookup,
+    acc, row, key_rows, into, line, pairs, first_query, bits_scale, table_row, lookup,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KIND: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Accumulate dQ over the runs of one kind; for the sums of a common bias see `_over_all_keys`."""
     MASKED: tl.constexpr = KIND == "general"
+    query, grad_out, level, row_delta = row
+    k_matrix, v_matrix, k_stride, v_stride = key_rows
+    sum_row, peaks, bits = into
+    query_tokens, key_tokens, batch, batches, queries, keys = pairs
     own = as_rows(load_tokens(query_tokens, batch, first_query, batches, queries, QUERIES))
-    for index in tl.range(count):
-        start, stop, kind = load_run(runs, index)
+    for index in tl.range(line[1]):
+        start, stop, kind = load_run(line[0], index)
         bias = common_bias(table_row, kind)
         of_bias = tl.zeros([QUERIES], tl.float32)
         for block in tl.range(start, stop_of(start, stop, kind, KIND)):

@@ -15,7 +15,6 @@ from bmburst_ops.flash.triton_forward import (
     NOT_SPECIALIZED,
     add_dot,
     add_visible_dot,
-    capped,
     dot,
     first_of_block,
     has_nan,
@@ -23,8 +22,10 @@ from bmburst_ops.flash.triton_forward import (
     key_ranges,
     load_limits,
     load_rows,
+    loop_of,
     matrix_of,
     ranges,
+    scores_of,
     store_rows,
 )
 
@@ -48,24 +49,20 @@ def keys_kernel(
     """
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     first = tl.program_id(0) * KEYS  # longest first: in a causal tile most queries see the first keys
-    start, stop, open_start, open_queries = _query_ranges(
-        first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK
-    )  # fmt: skip
+    bounds = _query_ranges(first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK)
+    pairs = queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns, tiles
+    of_queries = grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides
     key = load_rows(matrix_of(k, k_strides, batch, kv_head), first, k_strides[1], keys, HEAD_DIM, KEYS, DIM, True)
     v_matrix = matrix_of(v, v_strides, batch, kv_head)
     value = load_rows(v_matrix, first, v_strides[1], keys, VALUE_HEAD_DIM, KEYS, VALUE_DIM, True)
     key_acc, value_acc = _over_heads(
-        key, value, grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, kv_head, group,
-        start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
-        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+        key, value, of_queries, batch, kv_head, group, bounds, pairs, first, bits_scale, cap,
         HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, MASK, False, PRECISION,
     )  # fmt: skip
     if MASK == "rows" or MASK == "cells":  # noqa: SIM102 - decided at compile time, the other at run time
         if has_nan(key_acc) | has_nan(value_acc):
             key_acc, value_acc = _over_heads(
-                key, value, grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides,
-                batch, kv_head, group, start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
-                starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+                key, value, of_queries, batch, kv_head, group, bounds, pairs, first, bits_scale, cap,
                 HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, MASK, True, PRECISION,
             )  # fmt: skip
     grad_k_matrix = matrix_of(grad_k, grad_k_strides, batch, kv_head)
@@ -76,9 +73,7 @@ def keys_kernel(
 
 @triton.jit
 def _over_heads(
-    key, value, grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, kv_head, group,
-    start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
-    starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+    key, value, of_queries, batch, kv_head, group, bounds, pairs, first, bits_scale, cap,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
@@ -87,22 +82,13 @@ def _over_heads(
     key_acc = tl.zeros([KEYS, DIM], tl.float32)
     value_acc = tl.zeros([KEYS, VALUE_DIM], tl.float32)
     for head in tl.range(kv_head * group, kv_head * group + group):
-        of_queries = queries_of(
-            grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head
-        )  # fmt: skip
-        key_acc, value_acc = _over_queries(
-            key_acc, value_acc, key, value, of_queries,
-            open_start, open_start + open_queries, 0, 0, first, queries, keys, bits_scale, cap,
-            starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-            HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
-        )  # fmt: skip
+        of_head = queries_of(*of_queries, batch, head)
         # Masked blocks lie on both sides of the open ones: the diagonal before them, an incomplete block after them.
-        key_acc, value_acc = _over_queries(
-            key_acc, value_acc, key, value, of_queries,
-            start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
-            starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-            HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
-        )  # fmt: skip
+        for masked in tl.static_range(2):
+            key_acc, value_acc = _over_queries(
+                key_acc, value_acc, key, value, of_head, bounds, pairs, first, bits_scale, cap,
+                HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, masked == 1, MASK, HAS_NAN, PRECISION,
+            )  # fmt: skip
     return key_acc, value_acc
 
 
@@ -120,18 +106,14 @@ def _query_ranges(
         open_size = tl.maximum(queries // QUERIES * QUERIES - open_start, 0)
         stop = queries - open_size
     else:
-        start, stop, open_start, open_size = ranges(
-            first, keys, starts, stops, tile_ends, KEYS, QUERIES, MASK
-        )  # fmt: skip
+        start, stop, open_start, open_size = ranges(first, keys, starts, stops, tile_ends, KEYS, QUERIES, MASK)
     return start, stop, open_start, open_size
 
 
 @triton.jit
-def _sees(
-    first_query, first_key, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """Return the mask of a block, `[KEYS, QUERIES]`, from the intervals of the keys."""
+def _sees(pairs, first_query, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr):
+    """Return the mask of a block, `[KEYS, QUERIES]`, from the intervals of the keys; see `is_visible`."""
+    queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns, _ = pairs
     rows, columns = first_query + tl.arange(0, QUERIES), first_key + tl.arange(0, KEYS)
     if MASK == "causal":
         visible = (columns - (keys - queries))[:, None] <= rows[None, :]
@@ -146,37 +128,31 @@ def _sees(
 
 @triton.jit
 def _over_queries(
-    key_acc, value_acc, key, value, of_queries,
-    start, stop, gap, gap_queries, first_key, queries, keys, bits_scale, cap,
-    starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+    key_acc, value_acc, key, value, of_queries, bounds, pairs, first_key, bits_scale, cap,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate dK and dV over the blocks of queries from `start` to `stop` of `_query_ranges`.
+    """Accumulate dK and dV over the MASKED blocks of queries of `_query_ranges`, or the open ones.
 
     Scores are transposed, `[KEYS, QUERIES]`, so both products use them without another transpose. Rows beyond the last
     key hold arbitrary values, which are not stored.
     """
+    start, stop = loop_of(bounds, MASKED)
     for at in tl.range(start, stop, 1 if MASK == "cells" else QUERIES):
         if MASK == "cells":
-            first = tl.load(tiles + at)
+            first = tl.load(pairs[8] + at)
         elif MASKED:
-            first = tl.where(at < gap, at, at + gap_queries)
+            first = tl.where(at < bounds[2], at, at + bounds[3])
         else:
             first = at
         query, grad, level, delta = load_queries(
-            of_queries, first, queries, HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, MASKED
+            of_queries, first, pairs[0], HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, MASKED
         )  # fmt: skip
-        scores = dot(key, tl.trans(query), PRECISION)
-        if cap is not None:
-            scores = capped(scores, cap)
+        scores = scores_of(key, query, cap, PRECISION)
         weights = tl.exp2(scores * bits_scale - level[None, :])
         if MASKED and MASK != "full":
-            visible = _sees(
-                first, first_key, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
-                QUERIES, KEYS, MASK,
-            )  # fmt: skip
+            visible = _sees(pairs, first, first_key, QUERIES, KEYS, MASK)
             weights = tl.where(visible, weights, 0.0)
         inner = dot(value, tl.trans(grad), PRECISION)
         grad_scores = weights * (inner - delta[None, :])
@@ -206,26 +182,20 @@ def queries_kernel(
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # longest rows of a causal tile first
     head, batch = tl.program_id(1), tl.program_id(2)
     first = block * QUERIES
-    start, stop, open_start, open_size = key_ranges(
-        first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK
-    )  # fmt: skip
+    bounds = key_ranges(first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK)
+    pairs = queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns, tiles
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head // group), matrix_of(v, v_strides, batch, head // group)
+    key_rows = k_matrix, v_matrix, k_strides[1], v_strides[1]
     of_queries = queries_of(grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head)
-    query, grad_out, level, row_delta = load_queries(
-        of_queries, first, queries, HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, True
-    )  # fmt: skip
+    row = load_queries(of_queries, first, queries, HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, True)
     acc = _over_all_keys(
-        query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
-        start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
-        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+        row, key_rows, bounds, pairs, first, bits_scale, cap,
         HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, MASK, False, PRECISION,
     )  # fmt: skip
     if MASK == "rows" or MASK == "cells":  # noqa: SIM102 - decided at compile time, the other at run time
         if has_nan(acc):
             acc = _over_all_keys(
-                query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
-                start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
-                starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+                row, key_rows, bounds, pairs, first, bits_scale, cap,
                 HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, MASK, True, PRECISION,
             )  # fmt: skip
     grad_q_matrix = matrix_of(grad_q, grad_q_strides, batch, head)
@@ -234,53 +204,41 @@ def queries_kernel(
 
 @triton.jit
 def _over_all_keys(
-    query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
-    start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
-    starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+    row, key_rows, bounds, pairs, first, bits_scale, cap,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return dQ, not yet scaled. For HAS_NAN see `triton_forward._attend`."""
     acc = tl.zeros([QUERIES, DIM], tl.float32)
-    acc = _over_keys(
-        acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
-        open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale, cap,
-        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
-    )  # fmt: skip
-    acc = _over_keys(
-        acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
-        start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
-        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
-    )  # fmt: skip
+    for masked in tl.static_range(2):  # the open blocks first
+        acc = _over_keys(
+            acc, row, key_rows, bounds, pairs, first, bits_scale, cap,
+            HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, masked == 1, MASK, HAS_NAN, PRECISION,
+        )  # fmt: skip
     return acc
 
 
 @triton.jit
 def _over_keys(
-    acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
-    start, stop, gap, gap_keys, first_query, queries, keys, bits_scale, cap,
-    starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+    acc, row, key_rows, bounds, pairs, first_query, bits_scale, cap,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate dQ over the blocks of keys from `start` to `stop` of `key_ranges`."""
+    """Accumulate dQ of the `load_queries` over the MASKED blocks of keys of `key_ranges`, or the open ones."""
+    query, grad_out, level, row_delta = row
+    k_matrix, v_matrix, k_stride, v_stride = key_rows
+    keys = pairs[1]
+    start, stop = loop_of(bounds, MASKED)
     for at in tl.range(start, stop, 1 if MASK == "cells" else KEYS):
-        first = first_of_block(at, gap, gap_keys, tiles, MASKED, MASK)
+        first = first_of_block(at, bounds, pairs[8], MASKED, MASK)
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
         value = load_rows(v_matrix, first, v_stride, keys, VALUE_HEAD_DIM, KEYS, VALUE_DIM, MASKED)
-        scores = dot(query, tl.trans(key), PRECISION)
-        if cap is not None:
-            scores = capped(scores, cap)
+        scores = scores_of(query, key, cap, PRECISION)
         weights = tl.exp2(scores * bits_scale - level[:, None])
         if MASKED:
-            visible = is_visible(
-                first_query, first, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
-                QUERIES, KEYS, MASK,
-            )  # fmt: skip
+            visible = is_visible(pairs, first_query, first, QUERIES, KEYS, MASK)
             weights = tl.where(visible, weights, 0.0)
         inner = dot(grad_out, tl.trans(value), PRECISION)
         grad_scores = weights * (inner - row_delta[:, None])

@@ -77,6 +77,15 @@ def capped(products, cap):
 
 
 @triton.jit
+def scores_of(a, b, cap, PRECISION: tl.constexpr):
+    """Return the products of the rows of a and of b in fp32, `capped` unless the cap is None."""
+    scores = dot(a, tl.trans(b), PRECISION)
+    if cap is not None:
+        scores = capped(scores, cap)
+    return scores
+
+
+@triton.jit
 def has_nan(block):
     """Return whether any number of a block `[ROWS, COLUMNS]` is NaN."""
     return tl.max(tl.max(tl.where(block == block, 0, 1), 1), 0) > 0
@@ -147,19 +156,26 @@ def key_ranges(
         open_size = open_size // KEYS * KEYS
         start, open_start = open_size, 0
     else:
-        start, stop, open_start, open_size = ranges(
-            first, queries, starts, stops, tile_ends, QUERIES, KEYS, MASK
-        )  # fmt: skip
+        start, stop, open_start, open_size = ranges(first, queries, starts, stops, tile_ends, QUERIES, KEYS, MASK)
     return start, stop, open_start, open_size
 
 
 @triton.jit
-def first_of_block(at, gap, gap_size, tiles, MASKED: tl.constexpr, MASK: tl.constexpr):
-    """Return the first column of the current block in a loop over `ranges`."""
+def loop_of(bounds, MASKED: tl.constexpr):
+    """Return start and stop of the loop over the masked blocks of `ranges`, or over the open ones."""
+    start, stop, open_start, open_size = bounds
+    if not MASKED:
+        start, stop = open_start, open_start + open_size
+    return start, stop
+
+
+@triton.jit
+def first_of_block(at, bounds, tiles, MASKED: tl.constexpr, MASK: tl.constexpr):
+    """Return the first column of the current block in a loop of `loop_of`."""
     if MASK == "cells":
         first = tl.load(tiles + at)
     elif MASKED and MASK == "rows":
-        first = tl.where(at < gap, at, at + gap_size)
+        first = tl.where(at < bounds[2], at, at + bounds[3])
     else:
         first = at
     return first
@@ -172,11 +188,9 @@ def load_limits(vector, rows, count):
 
 
 @triton.jit
-def is_visible(
-    first_query, first_key, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """Return the mask of a block, `[QUERIES, KEYS]`."""
+def is_visible(pairs, first_query, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr):
+    """Return the mask of a block, `[QUERIES, KEYS]`; `pairs` are the lengths and the mask as the kernels get them."""
+    queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns, _ = pairs
     rows, columns = first_query + tl.arange(0, QUERIES), first_key + tl.arange(0, KEYS)
     if MASK == "full" or MASK == "causal":
         visible = (columns < keys)[None, :]
@@ -210,23 +224,19 @@ def forward_kernel(
     head, batch = tl.program_id(1), tl.program_id(2)
     first = block * QUERIES
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head // group), matrix_of(v, v_strides, batch, head // group)
+    key_rows = k_matrix, v_matrix, k_strides[1], v_strides[1]
     q_matrix, out_matrix = matrix_of(q, q_strides, batch, head), matrix_of(out, out_strides, batch, head)
     query = load_rows(q_matrix, first, q_strides[1], queries, HEAD_DIM, QUERIES, DIM, True)
-    start, stop, open_start, open_size = key_ranges(
-        first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK
-    )  # fmt: skip
+    bounds = key_ranges(first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK)
+    pairs = queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns, tiles
     acc, total, peak = _attend(
-        query, k_matrix, v_matrix, k_strides[1], v_strides[1],
-        start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
-        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+        query, key_rows, bounds, pairs, first, bits_scale, cap,
         HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, MASK, False, PRECISION,
     )  # fmt: skip
     if MASK == "rows" or MASK == "cells":  # noqa: SIM102 - decided at compile time, the other at run time
         if has_nan(acc):
             acc, total, peak = _attend(
-                query, k_matrix, v_matrix, k_strides[1], v_strides[1],
-                start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
-                starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+                query, key_rows, bounds, pairs, first, bits_scale, cap,
                 HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, MASK, True, PRECISION,
             )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -238,56 +248,45 @@ def forward_kernel(
 
 @triton.jit
 def _attend(
-    query, k_matrix, v_matrix, k_stride, v_stride, start, stop, open_start, open_size,
-    first, queries, keys, bits_scale, cap, starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+    query, key_rows, bounds, pairs, first, bits_scale, cap,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the running softmax over all keys: the sum of weighted values, the sum of weights, and the largest score.
 
+    `key_rows` is K and V with the strides of their tokens, `bounds` is `key_ranges`; for `pairs` see `is_visible`.
     Without HAS_NAN, all values must be finite: a weight of 0 times NaN is NaN, and a hidden value may belong to another
     document. With HAS_NAN, only visible values can make the result NaN.
     """
     acc = tl.zeros([QUERIES, VALUE_DIM], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
-    acc, total, peak = _over_keys(
-        acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
-        open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale, cap,
-        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
-    )  # fmt: skip
-    acc, total, peak = _over_keys(
-        acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
-        start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
-        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
-    )  # fmt: skip
+    for masked in tl.static_range(2):  # the open blocks first
+        acc, total, peak = _over_keys(
+            acc, total, peak, query, key_rows, bounds, pairs, first, bits_scale, cap,
+            HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, KEYS, masked == 1, MASK, HAS_NAN, PRECISION,
+        )  # fmt: skip
     return acc, total, peak
 
 
 @triton.jit
 def _over_keys(
-    acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
-    start, stop, gap, gap_keys, first_query, queries, keys, bits_scale, cap,
-    starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+    acc, total, peak, query, key_rows, bounds, pairs, first_query, bits_scale, cap,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Update the running softmax with the blocks of keys from `start` to `stop` of `key_ranges`."""
+    """Update the running softmax with the MASKED blocks of keys of `key_ranges`, or the open ones."""
+    k_matrix, v_matrix, k_stride, v_stride = key_rows
+    keys = pairs[1]
+    start, stop = loop_of(bounds, MASKED)
     for at in tl.range(start, stop, 1 if MASK == "cells" else KEYS):
-        first = first_of_block(at, gap, gap_keys, tiles, MASKED, MASK)
+        first = first_of_block(at, bounds, pairs[8], MASKED, MASK)
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-        scores = dot(query, tl.trans(key), PRECISION)
-        if cap is not None:
-            scores = capped(scores, cap)
+        scores = scores_of(query, key, cap, PRECISION)
         if MASKED:
-            visible = is_visible(
-                first_query, first, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
-                QUERIES, KEYS, MASK,
-            )  # fmt: skip
+            visible = is_visible(pairs, first_query, first, QUERIES, KEYS, MASK)
             scores = tl.where(visible, scores * bits_scale, float("-inf"))
             higher = tl.maximum(peak, tl.max(scores, 1))  # full and causal masks: finite from the first block on
             base = higher

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bmburst_ops.flash.triton_backward import LOG2_E, load_queries, queries_of, slope_of
-from bmburst_ops.flash.triton_forward import add_dot, capped, dot, load_rows, matrix_of, store_rows
+from bmburst_ops.flash.triton_forward import add_dot, dot, load_rows, matrix_of, scores_of, store_rows
 
 NOT_SPECIALIZED = ("parts", "tokens", "left", "right")
 
@@ -45,8 +45,9 @@ def document_of(query_ends, key_ends, parts, ROWS: tl.constexpr):
 
 
 @triton.jit
-def is_inside(rows, columns, first_key, query_end, key_end, left, right):
+def is_inside(rows, columns, band):
     """Return the mask of queries `rows` and keys `columns` in a document, aligned at the bottom right."""
+    first_key, query_end, key_end, left, right = band
     middle = rows[:, None] + (key_end - query_end)
     visible = (columns[None, :] >= first_key) & (columns[None, :] < key_end)
     return visible & (columns[None, :] >= middle - left) & (columns[None, :] <= middle + right)
@@ -67,6 +68,7 @@ def forward_kernel(
     """
     kv_head, batch, batches = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, step, first_query, query_end, first_key, key_end = document_of(query_ends, key_ends, parts, QUERIES)
+    band = first_key, query_end, key_end, left, right
     is_finite = is_finite_behind(
         v, v_strides, batch, batches, kv_head, key_end, tokens, VALUE_HEAD_DIM, VALUE_DIM, BEHIND
     )  # fmt: skip
@@ -83,12 +85,8 @@ def forward_kernel(
                 for other in tl.range(first_key, key_end, KEYS):
                     key = load_rows(k_matrix, other, k_strides[1], key_end, HEAD_DIM, KEYS, DIM, True)
                     value = load_rows(v_matrix, other, v_strides[1], key_end, VALUE_HEAD_DIM, KEYS, VALUE_DIM, True)
-                    visible = is_inside(
-                        rows, other + tl.arange(0, KEYS), first_key, query_end, key_end, left, right
-                    )  # fmt: skip
-                    scores = dot(query, tl.trans(key), PRECISION)
-                    if cap is not None:
-                        scores = capped(scores, cap)
+                    visible = is_inside(rows, other + tl.arange(0, KEYS), band)
+                    scores = scores_of(query, key, cap, PRECISION)
                     scores = tl.where(visible, scores * (scale * LOG2_E), float("-inf"))
                     higher = tl.maximum(peak, tl.max(scores, 1))
                     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -112,6 +110,7 @@ def keys_kernel(
     """One program: dK and dV of a part of a document's keys. See `forward_kernel`; `tokens` is a number of queries."""
     kv_head, batch, batches = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, step, first_query, query_end, first_key, key_end = document_of(query_ends, key_ends, parts, KEYS)
+    band = first_key, query_end, key_end, left, right
     is_finite = kv_head >= 0
     for head in tl.range(kv_head * group, kv_head * group + group):
         is_finite &= is_finite_behind(q, q_strides, batch, batches, head, query_end, tokens, HEAD_DIM, DIM, BEHIND)
@@ -136,10 +135,8 @@ def keys_kernel(
                         of_queries, other, query_end, HEAD_DIM, DIM, VALUE_HEAD_DIM, VALUE_DIM, QUERIES, True
                     )  # fmt: skip
                     rows = other + tl.arange(0, QUERIES)
-                    visible = tl.trans(is_inside(rows, columns, first_key, query_end, key_end, left, right))
-                    scores = dot(key, tl.trans(query), PRECISION)
-                    if cap is not None:
-                        scores = capped(scores, cap)
+                    visible = tl.trans(is_inside(rows, columns, band))
+                    scores = scores_of(key, query, cap, PRECISION)
                     weights = tl.exp2(scores * (scale * LOG2_E) - level[None, :])
                     weights = tl.where(visible, weights, 0.0)
                     value_acc = add_dot(value_acc, weights.to(grad_out.dtype), grad_out, PRECISION)
@@ -166,6 +163,7 @@ def queries_kernel(
     """One program: dQ of a part of a document's queries. See `forward_kernel`."""
     kv_head, batch, batches = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, step, first_query, query_end, first_key, key_end = document_of(query_ends, key_ends, parts, QUERIES)
+    band = first_key, query_end, key_end, left, right
     is_finite = is_finite_behind(k, k_strides, batch, batches, kv_head, key_end, tokens, HEAD_DIM, DIM, BEHIND)
     is_finite &= is_finite_behind(
         v, v_strides, batch, batches, kv_head, key_end, tokens, VALUE_HEAD_DIM, VALUE_DIM, BEHIND
@@ -186,12 +184,8 @@ def queries_kernel(
                 for other in tl.range(first_key, key_end, KEYS):
                     key = load_rows(k_matrix, other, k_strides[1], key_end, HEAD_DIM, KEYS, DIM, True)
                     value = load_rows(v_matrix, other, v_strides[1], key_end, VALUE_HEAD_DIM, KEYS, VALUE_DIM, True)
-                    visible = is_inside(
-                        rows, other + tl.arange(0, KEYS), first_key, query_end, key_end, left, right
-                    )  # fmt: skip
-                    scores = dot(query, tl.trans(key), PRECISION)
-                    if cap is not None:
-                        scores = capped(scores, cap)
+                    visible = is_inside(rows, other + tl.arange(0, KEYS), band)
+                    scores = scores_of(query, key, cap, PRECISION)
                     weights = tl.exp2(scores * (scale * LOG2_E) - level[:, None])
                     weights = tl.where(visible, weights, 0.0)
                     inner = dot(grad_out, tl.trans(value), PRECISION)

@@ -8,7 +8,7 @@ from bmburst.schedule.heads_plan import HeadsPlan, Strides, make_heads_plan
 from bmburst.schedule.layout import Contiguous, Layout, make_layout, rank_areas
 from bmburst.schedule.mask import Causal
 from bmburst.schedule.parallelism import RingTensors, Strategy
-from bmburst.schedule.ring_schedule import DoubleRingOrder, layout_ring_order, make_schedule
+from bmburst.schedule.ring_schedule import RingOrder, layout_ring_order, make_schedule
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.schedule.units import HeadShapes, backward_bytes, choose_ring_tensors
 from docs.tools.svg import Drawing
@@ -210,7 +210,7 @@ def _strategy() -> Strategy:
     return choose_strategy("heads", _shapes(), LENGTH, Causal(), Placement("peer"), load_hardware(MACHINE))
 
 
-def _ring_order() -> DoubleRingOrder:
+def _ring_order() -> RingOrder:
     return layout_ring_order(*_around(), Causal(), "kv", NODES, returning=False)
 
 

@@ -10,9 +10,9 @@ import torch
 import bmburst
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
-from bmburst.attention.ring import double_ring_carry_home, double_ring_visits, ring_backward, ring_forward
+from bmburst.attention.ring import ring_backward, ring_carry_home, ring_forward, ring_visits
 from bmburst.comm.communicator import CompletedTransfer
-from bmburst.comm.transports import DoubleRingGroups, double_ring_groups
+from bmburst.comm.transports import RingGroups, double_ring_groups
 from bmburst.errors import UserError
 from bmburst.schedule.ring_schedule import make_ring_order
 from bmburst_ops.flash import BackwardInputs
@@ -51,7 +51,7 @@ def double_attention(comm, nodes, ring_tensors, whole, mask, layout, with_lse=Tr
     name = {"kv": "kv", "q": "burst"}[ring_tensors]
     options = AttentionOptions(mask=mask, layout=layout, strategy=name, kernel="reference")
     groups = double_ring_groups(comm, nodes, "auto")
-    groups = DoubleRingGroups(Counting(groups.intra), Counting(groups.inter))
+    groups = RingGroups(Counting(groups.intra), Counting(groups.inter))
     call = replace(decide(comm, q, k, v, length, options), double_ring=groups)
     out, lse = ring_forward(call, q, k, v)
     forward = groups.inter.sent, groups.intra.sent
@@ -145,9 +145,9 @@ class Logging:
 
 def test_a_block_is_on_its_way_between_nodes_for_a_whole_window():
     log = []
-    groups = DoubleRingGroups(Logging("hop", 2, log), Logging("far", 3, log))
+    groups = RingGroups(Logging("hop", 2, log), Logging("far", 3, log))
     ring_order = make_ring_order(3, 2, everything, returning=False)
-    for _ in double_ring_visits(groups, ring_order, torch.zeros(1)):
+    for _ in ring_visits(groups, ring_order, torch.zeros(1)):
         log.append("work")
     first = ["start far1 by 1", "start hop1 by 1", "work", "wait hop1", "work", "wait far1"]
     second = ["start far2 by 1", "start hop2 by 1", "work", "wait hop2", "work", "wait far2"]
@@ -156,9 +156,9 @@ def test_a_block_is_on_its_way_between_nodes_for_a_whole_window():
 
 def test_gradients_between_nodes_are_on_their_way_for_a_whole_window():
     log = []
-    groups = DoubleRingGroups(Logging("hop", 4, log), Logging("far", 3, log))
+    groups = RingGroups(Logging("hop", 4, log), Logging("far", 3, log))
     ring_order = make_ring_order(3, 4, everything, returning=True)
-    double_ring_carry_home(groups, ring_order, (torch.zeros(1),), lambda _: log.append("work") or (torch.zeros(1),))
+    ring_carry_home(groups, ring_order, (torch.zeros(1),), lambda _: log.append("work") or (torch.zeros(1),))
     far = [(entry.split(" by ")[0], log[:i].count("work")) for i, entry in enumerate(log) if "far" in entry]
     assert far == [  # at which step: windows are of 2, 4, 4 and 2 of them
         *(("start far1", 0), ("wait far1", 2), ("start far2", 2)),  # blocks
@@ -239,13 +239,13 @@ def test_memory_does_not_grow_with_nodes_or_ranks():
     """Five blocks, the own one among them, and five of gradients."""
 
     def peak(nodes, places):
-        groups = DoubleRingGroups(Echo(places), Echo(nodes))
+        groups = RingGroups(Echo(places), Echo(nodes))
         alive = LiveBytes()
         with alive:
             ring_order = make_ring_order(nodes, places, everything, returning=False)
-            deque(double_ring_visits(groups, ring_order, torch.zeros(1000)), maxlen=0)
+            deque(ring_visits(groups, ring_order, torch.zeros(1000)), maxlen=0)
             forward, ring_order = alive.peak, make_ring_order(nodes, places, everything, returning=True)
-            double_ring_carry_home(groups, ring_order, (torch.zeros(1000),), lambda _: (torch.zeros(1000),))
+            ring_carry_home(groups, ring_order, (torch.zeros(1000),), lambda _: (torch.zeros(1000),))
         return forward, alive.peak
 
     for nodes, places in ((2, 2), (4, 4), (8, 8)):

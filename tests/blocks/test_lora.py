@@ -94,7 +94,7 @@ def ours(folder, config, lora, policy, dtype, strategy="auto", **more):
 
 def require_freed(model):
     """Check that no matrix that was dequantized is alive outside of its block."""
-    from bmburst.blocks.four_bit import quantized_linears
+    from bmburst.blocks.layers import quantized_linears
 
     linears = quantized_linears(model)
     assert len(linears) == (7 * model.config.num_layers if model.lora.is_4bit else 0)

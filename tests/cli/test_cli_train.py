@@ -12,7 +12,6 @@ from bmburst.cli.training import COMMON
 from bmburst.config import leaves
 from bmburst.launch.devices import Gpu
 from bmburst.train.config import EvalConfig, TrainConfig
-from bmburst.train.defaults import Gpus
 from bmburst.train.resolve import resolve
 from bmburst.train.schedule import learning_rate
 from tests.cli.commands import checkpoint, refused, started
@@ -146,7 +145,7 @@ def test_number_of_ranks(launches, argv, nproc):
 
 def test_all_gpus_are_used_and_no_more(launches, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("bmburst.launch.devices.gpus", lambda: (Gpu("Tesla T4", (7, 5)),) * 7)
-    monkeypatch.setattr(Gpus, "here", classmethod(lambda _: None))  # whose choices are another test's
+    monkeypatch.setattr("bmburst.cli.training.gpus", lambda: ())  # whose choices are another test's
     assert main(["train"]) == 0
     assert launches.spec.nproc == 7
     assert "does not divide 7 ranks" in refused(capsys, "train", "--data-parallel", "2", "--batch-size", "2")

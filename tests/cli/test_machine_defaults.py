@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 
 from bmburst.cli import main
+from bmburst.launch.devices import Gpu
 from bmburst.plan.memory import reserved_memory
 from bmburst.plan.search import predict, with_usable_memory
 from bmburst.plan.ways import with_policies
@@ -16,20 +17,20 @@ from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import hardware_like
 from bmburst.schedule.parallelism import divisors
 from bmburst.train.config import TrainConfig
-from bmburst.train.defaults import Gpus, defaults_of, explained, spread
+from bmburst.train.defaults import defaults_of, explained, spread
 from bmburst.train.machine import planned
 from bmburst.train.resolve import resolve
 from tests.cli.commands import checkpoint, started
 from tests.refusals import says
 
-H100 = Gpus(8, "NVIDIA H100 80GB HBM3", (9, 0))
-T4 = Gpus(2, "Tesla T4", (7, 5))
+H100 = (Gpu("NVIDIA H100 80GB HBM3", (9, 0)),) * 8
+T4 = (Gpu("Tesla T4", (7, 5)),) * 2
 
 
 def test_without_gpus_the_defaults_are_those_of_the_configuration():
-    assert defaults_of(None) == {}
-    assert spread(TrainConfig(), (), 8, None) == TrainConfig()
-    assert explained(TrainConfig(), (), 8, None) == ""
+    assert defaults_of(()) == {}
+    assert spread(TrainConfig(), (), 8, ()) == TrainConfig()
+    assert explained(TrainConfig(), (), 8, ()) == ""
     assert (TrainConfig().dtype, TrainConfig().recompute) == ("float32", "block-keep-attention")
 
 
@@ -66,12 +67,12 @@ def test_sequences_are_on_as_few_gpus_as_they_fit_on(options, shape):
     assert (parallel.data_parallel, parallel.sequence_parallel, found.batch_size) == shape
 
 
-H200 = Gpus(4, "NVIDIA H200", (9, 0))
+H200 = (Gpu("NVIDIA H200", (9, 0)),) * 4
 
 
 @pytest.mark.parametrize(
     ("gpus", "tokens"),
-    [(replace(H100, count=2), 8192), (replace(H100, count=4), 32768), (replace(H200, count=2), 4096), (H200, 8192)],
+    [(H100[:2], 8192), (H100[:4], 32768), (H200[:2], 4096), (H200, 8192)],
     ids=str,
 )
 def test_a_plain_command_takes_the_best_choice_by_hand(gpus, tokens):
@@ -79,23 +80,23 @@ def test_a_plain_command_takes_the_best_choice_by_hand(gpus, tokens):
     longer = {"model.max_position_embeddings": "32768"}
     options = {"preset": "llama-3-8b", "sequence_length": f"{tokens}", "batch_size": "8", **longer}
     made = resolve((), options, defaults=defaults_of(gpus))
-    found, machine = spread(made, options, gpus.count, gpus), hardware_like(gpus.name)
+    found, machine = spread(made, options, len(gpus), gpus), hardware_like(gpus[0].name)
 
     def seconds(config):
-        way = planned(config, gpus.count, 1, machine)
+        way = planned(config, len(gpus), 1, machine)
         room = with_usable_memory(machine, machine.memory - reserved_memory(way.task, machine), way.task)
         policies = [name for name in POLICIES if "offload" not in name]
         return min((each.seconds for each in map(partial(predict, hardware=room), with_policies(way, room, policies))
                     if each.memory.fits), default=math.inf)  # fmt: skip
 
     by_hand = []
-    for data, micro, level in product(divisors(gpus.count), divisors(8), (2, 3)):
+    for data, micro, level in product(divisors(len(gpus)), divisors(8), (2, 3)):
         if 8 % (data * micro) == 0:
             parallel = replace(made.parallel, data_parallel=data, zero_level=level)
             by_hand.append(seconds(made.replace(parallel=parallel, micro_batch_size=micro)))
     levels = [replace(found.parallel, zero_level=level) for level in (2, 3)]  # of which a run takes the faster one
     assert min(seconds(found.replace(parallel=each)) for each in levels) <= 1.03 * min(by_hand) < math.inf
-    assert found.parallel.data_parallel == gpus.count or tokens == 32768  # each sequence fits on one GPU
+    assert found.parallel.data_parallel == len(gpus) or tokens == 32768  # each sequence fits on one GPU
 
 
 def test_micro_batch_and_degrees_that_are_given_are_kept():
@@ -123,7 +124,7 @@ def test_one_line_says_what_was_chosen():
 def test_new_runs_get_them_and_older_ones_keep_theirs(launches, monkeypatch, tmp_path, capsys):
     folder = started(tmp_path, dtype="float32")  # begun by an older version, which wrote all its settings
     checkpoint(folder, 3)
-    monkeypatch.setattr(Gpus, "here", classmethod(lambda _: H100))
+    monkeypatch.setattr("bmburst.cli.training.gpus", lambda: H100)
     assert main(["train", "--output", str(folder), "--resume"]) == 0
     assert (launches.config()["dtype"], launches.config()["recompute"]) == ("float32", "block-keep-attention")
     capsys.readouterr()

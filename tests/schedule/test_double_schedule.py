@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bmburst.schedule.layout import LAYOUTS, padded_layout
 from bmburst.schedule.mask import make_mask
-from bmburst.schedule.ring_schedule import make_double_schedule, make_ring_order, make_schedule
+from bmburst.schedule.ring_schedule import make_ring_order, make_schedule
 
 MESHES = [(1, 1), (1, 3), (3, 1), (2, 2), (2, 4), (3, 2), (3, 3), (4, 2)]
 
@@ -132,7 +132,7 @@ def test_work_is_that_of_the_flat_ring(mesh, name, extra, mask, ring_tensors, re
     options = padded_layout(name, nodes * places, length), length, make_mask(mask)
     for rank in range(nodes * places):
         flat = make_schedule(*options, rank, ring_tensors)
-        double = make_double_schedule(*options, rank, ring_tensors, nodes, returning=returning)
+        double = make_schedule(*options, rank, ring_tensors, nodes, returning=returning)
         assert {s.owner: s.tiles for s in double.steps if s.tiles} == {s.owner: s.tiles for s in flat.steps if s.tiles}
         assert len({s.owner for s in double.steps}) == len(double.steps)
         assert all(s.distance == (rank - s.owner) % (nodes * places) for s in double.steps)

@@ -161,16 +161,16 @@ def _watched(trainer: Any) -> Iterator[None]:
     """
     import bmtrain as bmt
 
-    from bmburst.blocks.stages import StageLink
+    from bmburst.blocks import stages
 
-    model, exchange = trainer.model, StageLink.exchange
+    model, exchange = trainer.model, stages.exchange
 
     def watched(*args: Any, **options: Any) -> Any:
         with _NoHostReads():
             return exchange(*args, **options)
 
     with (
-        patch.object(StageLink, "exchange", watched),
+        patch.object(stages, "exchange", watched),
         patch.object(bmt.nccl, "allGather", wraps=bmt.nccl.allGather) as gathers,
     ):
         yield
