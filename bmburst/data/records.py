@@ -233,8 +233,9 @@ def _single(name: str, value: dict[str, Any], text_field: str) -> tuple[Record, 
     else:
         keys = ", ".join(map(repr, list(value)[:10])) or "none"
         raise UserError(
-            f"{name}: no known key, the line has {keys}\nallowed: {KINDS}; pairs: {PAIRS}\n"
-            "fix: rename the keys of that line, or name them: --data.columns prompt=question,completion=answer"
+            f"{name}: no known key, or null in a table; the line has {keys}\nallowed: {KINDS}; pairs: {PAIRS}\n"
+            "fix: remove a row without values; rename the keys of that line, or name them: --data.columns "
+            "prompt=question,completion=answer"
         )
     return record, _READ.get(kind, {kind})
 
