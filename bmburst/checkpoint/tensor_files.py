@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bmburst.comm.memory import bytes_of
+from bmburst.config.git_lfs import require_content
 from bmburst.errors import UserError, first_line
-from bmburst.git_lfs import require_content
 from bmburst.outputs import replacing
 
 Announced = tuple[str, tuple[int, ...], torch.dtype]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from bmburst.config import parse_json
+from bmburst.config.git_lfs import require_content
 from bmburst.data.streams import PACKED_SUFFIXES, opened, plain_suffix
 from bmburst.errors import UserError
-from bmburst.git_lfs import require_content
 
 STANDARD_LIBRARY = "stdlib"
 # Not the standard library: installed packages; and its tests, which are large and contain invalid files on purpose.

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.config import read_json
+from bmburst.config.git_lfs import require_content
 from bmburst.data.chat_templates import template_text
 from bmburst.errors import UserError, first_line
-from bmburst.git_lfs import require_content
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
