@@ -232,18 +232,22 @@ class TokenFile:
         """
         return self._bytes_before(stop) - self._bytes_before(start)
 
-    def require_vocab(self, vocab_size: int) -> None:
+    def require_vocab(self, vocab_size: int, name: str | Path | None = None) -> None:
         """Check that a model's vocabulary contains all ids of the file.
+
+        Args:
+            vocab_size: Size of the vocabulary.
+            name: Name of the data for messages, where the file is one of the cache; None: the path of the file.
 
         Raises:
             UserError: `vocab_size` is not larger than the largest id.
         """
         if self.max_id >= vocab_size:
             raise UserError(
-                f"'{self.path}' has token id {self.max_id}, but the model's vocab_size is {vocab_size}\n"
+                f"'{name or self.path}' has token id {self.max_id}, but the model's vocab_size is {vocab_size}\n"
                 f"allowed: at least {self.vocab_size}, as its tokenizer '{self.tokenizer_name}' has\n"
-                f"fix: --model.vocab_size {self.vocab_size}; of a model of --init-from, transformers' "
-                f"resize_token_embeddings({self.vocab_size}); or the model's own tokenizer"
+                "fix: the model's own tokenizer; or a larger vocabulary: for weights that exist, transformers' "
+                f"resize_token_embeddings({self.vocab_size}), for a new model --model.vocab_size {self.vocab_size}"
             )
 
     def _bytes_before(self, position: int) -> int:
