@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bmburst.comm.memory import bytes_of
+from bmburst.config.git_lfs import require_content
 from bmburst.errors import UserError, first_line
 from bmburst.outputs import replacing
 
@@ -53,7 +54,8 @@ def open_tensors(path: Path, *, with_codes: bool = False) -> TensorFile:
         with_codes: Whether a safetensors file may hold uint8 and int64 too.
 
     Raises:
-        UserError: The file is missing, truncated, of another format, or holds tensors that are not floating point.
+        UserError: The file is missing, truncated, of another format, a pointer of Git LFS, or holds tensors that are
+            not floating point.
     """
     try:
         is_there = path.is_file()
@@ -61,6 +63,7 @@ def open_tensors(path: Path, *, with_codes: bool = False) -> TensorFile:
         is_there = False
     if not is_there:
         raise UserError(f"no file {path}\nfix: copy the missing file there, or name another directory")
+    require_content(path)
     return _Safetensors(path, with_codes=with_codes) if path.suffix == ".safetensors" else _TorchFile(path)
 
 

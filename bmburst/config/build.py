@@ -7,6 +7,7 @@ bounds and default in its help.
 
 import argparse
 import dataclasses
+import inspect
 import re
 import textwrap
 import typing
@@ -28,7 +29,7 @@ from bmburst.config.fields import (
     type_hints,
     union_parts,
 )
-from bmburst.errors import UserError
+from bmburst.errors import UserError, with_fix
 
 Config = TypeVar("Config")
 _COLUMNS = 80  # of a terminal, for which the short help is made
@@ -181,8 +182,11 @@ def _fields_of(cls: type, values: Mapping[str, Any], prefix: str = "") -> Iterat
         elif rest or isinstance(value, Mapping):
             yield from _fields_of(typing.cast(type, inner), {rest: value} if rest else value, f"{prefix}{head}.")
         else:
-            allowed = f"{'none, or ' if none_allowed else ''}its fields, {prefix}{key}.*"
-            raise misfit(f"{prefix}{key}", value, allowed)
+            own = inspect.get_annotations(typing.cast(type, inner))  # before inherited ones: of data, `source`
+            names = sorted((declared.name for declared in dataclasses.fields(inner)), key=lambda name: name not in own)
+            allowed = f"{'none, or ' if none_allowed else ''}its fields, {prefix}{key}.*: {', '.join(names)}"
+            fix = f"{key}: {{{names[0]}: ...}}, or another of its fields"
+            raise with_fix(misfit(f"{prefix}{key}", value, allowed), fix)
 
 
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:

@@ -30,6 +30,7 @@ _SPLITS = ("data", "train")  # keys of an object that holds the rows: the field 
 _ARRAY = re.compile(r"\s*\[\s*(?=\{)")
 _WORD = re.compile(r"[^ \t\r\n]")
 _SHOWN = 5  # bad lines that a message names
+_CONVERT = "convert it: iconv -f ENCODING -t UTF-8, where ENCODING is what it was written in, such as UTF-16 or GB18030"
 _FROM_ARROW = "give the folder that save_to_disk wrote, or write Parquet: datasets.Dataset.from_file(...).to_parquet"
 # First bytes of files that must be converted first: what they are, and how to convert them.
 _PACKED = {
@@ -215,7 +216,7 @@ def _not_text(file: SourceFile, problem: str) -> UserError:
     return UserError(
         f"'{file.name}' is not a text file: {problem}\n"
         "allowed: UTF-8 text; a token file only in bmburst train and bmburst eval\n"
-        "fix: convert it to UTF-8, or leave it out"
+        f"fix: {_CONVERT}; or leave it out"
     )
 
 
@@ -291,10 +292,12 @@ def _text(text_field: str, name: str, value: Any) -> str:
         )
     if text_field not in value:
         raise UserError(
-            f"{name}: no field '{text_field}', the line has {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
+            f"{name}: no field '{text_field}', or null in a table; the line has "
+            f"{', '.join(map(repr, list(value)[:10])) or 'none'}\n"
             f"allowed: {KINDS}\n"
-            "fix: of text, name its field: --text-field NAME, in bmburst train --data.text_field; of messages, "
-            "--messages-field NAME; of other records, --columns instruction=question,output=answer"
+            "fix: remove a row without text; of text, name its field: --text-field NAME, in bmburst train "
+            "--data.text_field; of messages, --messages-field NAME; of other records, --columns "
+            "instruction=question,output=answer"
         )
     text = value[text_field]
     if not isinstance(text, str):
@@ -324,7 +327,7 @@ def _line(name: str, line: bytes, *, is_first: bool) -> Any:
     except UnicodeDecodeError as error:
         return UserError(
             f"{name}: byte {error.start} of the line is not UTF-8\nallowed: JSON in UTF-8, one object a line\n"
-            "fix: convert the file, for example with iconv -f UTF-16 -t UTF-8"
+            f"fix: {_CONVERT}"
         )
     except ValueError as error:
         return UserError(f"{name}: the line is not valid JSON: {_reason(error)}\nfix: write one JSON object per line")

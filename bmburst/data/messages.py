@@ -90,7 +90,8 @@ def read_messages(name: str, key: str, value: Any, *, is_prompt: bool = False) -
         name: Origin of the line for error messages.
         key: Key of the messages.
         value: The list of messages.
-        is_prompt: Whether they are a prompt. Then the last answer is continued and may be empty.
+        is_prompt: Whether they are a prompt. Then answers may be empty: they are not learned, and the last one is
+            continued.
 
     Raises:
         UserError: They are not such a list, an answer is empty, or a mark is not known.
@@ -108,8 +109,7 @@ def read_messages(name: str, key: str, value: Any, *, is_prompt: bool = False) -
             raise wrong(name, f"{key}: content of message {number}", content, "text, or null beside tool_calls")
         if isinstance(content, list):
             _require_text(name, f"{key}: content of message {number}", content)
-        is_continued = is_prompt and number == len(value)
-        if message["role"] == "assistant" and not content and not calls and not is_continued:
+        if message["role"] == "assistant" and not content and not calls and not is_prompt:
             raise empty(name, f"answer in message {number}")
         _require_marks(name, f"{key}: message {number}", message)
         # templates that ask whether the key is there would look for calls in an empty list

@@ -162,10 +162,10 @@ class MixedFiles:
         """Name of the common tokenizer, for `load_tokenizer`."""
         return self.files[0].tokenizer_name
 
-    def require_vocab(self, vocab_size: int) -> None:
+    def require_vocab(self, vocab_size: int, name: str | Path | None = None) -> None:
         """Check that a model's vocabulary contains all ids; see `TokenFile.require_vocab`."""
         for file in self.files:
-            file.require_vocab(vocab_size)
+            file.require_vocab(vocab_size, name)
 
 
 class Mixture:

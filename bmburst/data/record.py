@@ -63,15 +63,18 @@ class Reading:
     Attributes:
         columns: Number of records with each column that has no effect.
         left_out: Number of records that are left out, by reason.
+        echoes: Number of answers to a text that begin with this text, so that a sequence has it twice.
     """
 
     def __init__(self) -> None:
         self.columns: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
+        self.echoes = 0
 
     def notes(self) -> dict[str, Any]:
         """Return both as plain values, without what is empty."""
-        found = {"columns": sorted(self.columns)[:_MOST_COLUMNS], "left_out": dict(self.left_out)}
+        columns = sorted(self.columns)[:_MOST_COLUMNS]
+        found = {"columns": columns, "left_out": dict(self.left_out), "echoes": self.echoes}
         return {key: value for key, value in found.items() if value}
 
 

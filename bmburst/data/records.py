@@ -202,13 +202,14 @@ def _record(name: str, value: Any, text_field: str, reading: Reading) -> AnyReco
     made: AnyRecord
     if {"chosen", "rejected"} & set(value):
         (chosen, rejected), used = _pair(name, value)
-        made = Pair(completed(chosen), completed(rejected))
+        made, answers = Pair(completed(chosen), completed(rejected)), [chosen, rejected]
     elif value.get("completions") is not None:
         answers, used = _group(name, value)
         made = Group(tuple(map(completed, answers)))
     else:
         single, used = _single(name, value, text_field)
-        made = completed(single)
+        made, answers = completed(single), [single]
+    reading.echoes += sum(map(_repeats_prompt, answers))
     _note(reading, value, used)
     return made
 
@@ -233,10 +234,20 @@ def _single(name: str, value: dict[str, Any], text_field: str) -> tuple[Record, 
     else:
         keys = ", ".join(map(repr, list(value)[:10])) or "none"
         raise UserError(
-            f"{name}: no known key, the line has {keys}\nallowed: {KINDS}; pairs: {PAIRS}\n"
-            "fix: rename the keys of that line, or name them: --data.columns prompt=question,completion=answer"
+            f"{name}: no known key, or null in a table; the line has {keys}\nallowed: {KINDS}; pairs: {PAIRS}\n"
+            "fix: remove a row without values; rename the keys of that line, or name them: --data.columns "
+            "prompt=question,completion=answer"
         )
     return record, _READ.get(kind, {kind})
+
+
+def _repeats_prompt(record: Record) -> bool:
+    """Return whether an answer to a text begins with it. It may be meant, as in an answer with the head of a function.
+
+    Lists of messages that repeat those of the prompt are refused.
+    """
+    prompt = (record.prompt or "").strip()
+    return bool(prompt) and (record.text or "").lstrip().startswith(prompt)
 
 
 def _note(reading: Reading, value: dict[str, Any], used: Set[str]) -> None:

@@ -83,6 +83,9 @@ def notes_of(file: TokenFile) -> Iterator[str]:
     if columns := file.notes.get("columns"):
         more = f" and {len(columns) - _COLUMNS:,} more" if len(columns) > _COLUMNS else ""
         yield f"columns without effect: {', '.join(columns[:_COLUMNS])}{more}"
+    if echoes := file.notes.get("echoes"):
+        what = "answers begin" if echoes != 1 else "answer begins"
+        yield f"repeated: {echoes:,} {what} with the whole text of the prompt, which is then there twice"
     firsts = file.record_starts[:-1] if file.groups else slice(None, None, 1 + file.pairs)
     keys = np.asarray(file.document_keys)[firsts]
     if repeats := len(keys) - len(np.unique(keys)):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from bmburst.config import parse_json
+from bmburst.config.git_lfs import require_content
 from bmburst.data.streams import PACKED_SUFFIXES, opened, plain_suffix
 from bmburst.errors import UserError
 
@@ -67,7 +68,8 @@ def find_sources(inputs: Sequence[str | Path], on_skip: Callable[[str], object] 
         on_skip: Called with a line about each kind of files in a directory that are not read.
 
     Raises:
-        UserError: A path does not exist or is not readable, or a directory contains no text.
+        UserError: A path does not exist or is not readable, a directory contains no text, or a file is a pointer of
+            Git LFS.
     """
     found: list[SourceFile] = []
     for item in inputs:
@@ -106,6 +108,7 @@ def _named(path: Path, on_skip: Callable[[str], object]) -> list[SourceFile]:
 
 
 def _kind(path: Path, *, named: bool) -> Literal["text", "jsonl", "json", "parquet"]:
+    require_content(path)
     suffix = plain_suffix(path)
     if suffix in JSONL_SUFFIXES:
         return "jsonl"

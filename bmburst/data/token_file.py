@@ -74,8 +74,8 @@ class TokenFile:
         groups: Whether some records have several documents, and the file holds no pairs.
         mask_checksum: Checksum of the loss mask and the weights; None without a mask.
         weights: float64 `[documents]`, memory-mapped: factor of the losses of each document's tokens; None: 1.
-        notes: What was found while the text was read: "columns", the names of those without effect, and "left_out", the
-            number of records by reason.
+        notes: What was found while the text was read: "columns", the names of those without effect, "left_out", the
+            number of records by reason, and "echoes", the number of answers that begin with their prompt.
         checksum: Checksum of the tokens (`bmburst.checksum.text_of`); None in the earliest files.
     """
 
@@ -232,18 +232,22 @@ class TokenFile:
         """
         return self._bytes_before(stop) - self._bytes_before(start)
 
-    def require_vocab(self, vocab_size: int) -> None:
+    def require_vocab(self, vocab_size: int, name: str | Path | None = None) -> None:
         """Check that a model's vocabulary contains all ids of the file.
+
+        Args:
+            vocab_size: Size of the vocabulary.
+            name: Name of the data for messages, where the file is one of the cache; None: the path of the file.
 
         Raises:
             UserError: `vocab_size` is not larger than the largest id.
         """
         if self.max_id >= vocab_size:
             raise UserError(
-                f"'{self.path}' has token id {self.max_id}, but the model's vocab_size is {vocab_size}\n"
+                f"'{name or self.path}' has token id {self.max_id}, but the model's vocab_size is {vocab_size}\n"
                 f"allowed: at least {self.vocab_size}, as its tokenizer '{self.tokenizer_name}' has\n"
-                f"fix: --model.vocab_size {self.vocab_size}; of a model of --init-from, transformers' "
-                f"resize_token_embeddings({self.vocab_size}); or the model's own tokenizer"
+                "fix: the model's own tokenizer; or a larger vocabulary: for weights that exist, transformers' "
+                f"resize_token_embeddings({self.vocab_size}), for a new model --model.vocab_size {self.vocab_size}"
             )
 
     def _bytes_before(self, position: int) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.config import read_json
+from bmburst.config.git_lfs import require_content
 from bmburst.data.chat_templates import template_text
 from bmburst.errors import UserError, first_line
 
@@ -117,10 +118,11 @@ def require_tokenizer(file: Path) -> Any:
     """Return the `tokenizers.Tokenizer` of a tokenizer.json.
 
     Raises:
-        UserError: The file is not a tokenizer.
+        UserError: The file is not a tokenizer, or a pointer of Git LFS.
     """
     from tokenizers import Tokenizer
 
+    require_content(file)
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception for every problem with the file

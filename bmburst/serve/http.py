@@ -38,6 +38,11 @@ _READ_SECONDS = 60.0  # until a request's body has arrived
 _SEND_SECONDS = 5.0  # from the time-out of a request until its client has read what was sent
 _START_SECONDS, _STOP_SECONDS = 30.0, 5.0
 _T = TypeVar("_T")
+_SERVED = (
+    "allowed: POST /v1/chat/completions, GET /v1/models and GET /health, without a slash at the end; "
+    "fix: chat completions, by a client whose base_url ends with /v1"
+)
+"""What to do about another path or method."""
 _FINISH = {"length": "length", "stop": "stop", "eos": "stop"}
 
 
@@ -414,7 +419,7 @@ async def _refused(_request: Request, error: Exception) -> Response:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    reason = f"{request.method} {request.url.path}: {error.detail}"
+    reason = f"{request.method} {request.url.path}: {error.detail}; {_SERVED}"
     return _Json(Refusal(error.status_code, reason).to_json(), error.status_code, error.headers)
 
 

@@ -169,7 +169,7 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     corpus = _open(config, tokenizer, say_left_out if runtime.rank == 0 else lambda _: None)
     for file in corpus.files:
         require_same(f"data {config.data}", partial(_verified, file, is_main=runtime.rank == 0))
-    corpus.require_vocab(shape.vocab_size)
+    corpus.require_vocab(shape.vocab_size, config.data)
     model = Llama(
         shape,
         attention=partial(BurstAttention, group=mesh.sequence, layout=config.layout),

@@ -354,7 +354,7 @@ def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
     on_every_rank(prepare)
     corpus = opened()
     require_same(f"data {config.data.source}", lambda: corpus.fingerprint)
-    corpus.require_vocab(config.model.vocab_size)
+    corpus.require_vocab(config.model.vocab_size, config.data.source)
     return corpus
 
 

@@ -207,6 +207,10 @@ def test_parquet_and_data_sets_give_the_tokens_of_the_same_lines(tmp_path, monke
     parquet.write_table(pyarrow.table({"text": [b"binary"]}), tmp_path / "bytes.parquet")
     with refused("bytes.parquet:1: field 'text' must be a string, got", "binary", "fix: "):
         open_corpus(tmp_path / "bytes.parquet", tokenizer, tmp_path / "cache")
+    for row, words in (({"text": None, "id": "1"}, "'text', or null"), ({"prompt": "a", "completion": None}, "null")):
+        parquet.write_table(pyarrow.Table.from_pylist([dict.fromkeys(row, "a"), row]), tmp_path / "null.parquet")
+        with refused("null.parquet:2: no ", f"{words} in a table", "fix: remove a row without"):
+            open_corpus(tmp_path / "null.parquet", tokenizer, tmp_path / "cache")
     monkeypatch.setitem(sys.modules, "datasets", None)
     for path in ("set", "splits"):
         (tmp_path / path / "state.json").touch()

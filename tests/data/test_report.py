@@ -35,6 +35,23 @@ def test_the_report_counts_what_is_in_a_file(tmp_path):
     assert "left out" not in plain and "repeated" not in plain
 
 
+def test_the_report_counts_answers_that_repeat_their_prompt(tmp_path):
+    """They are learned as they are, like TRL's, but a pair of texts often has the prompt in both answers by mistake."""
+    asked = {"prompt": "Q: 2?\nA:"}
+    plain, twice = " two", "Q: 2?\nA: two"
+    for number, keys, right, wrong in (
+        (2, ("chosen", "rejected"), (plain, "no"), (twice, f" {twice} or more")),
+        (1, ("completion",), (plain,), (twice,)),
+        (1, ("completions",), ([plain, "2"],), ([plain, twice],)),
+    ):
+        lines = [asked | dict(zip(keys, values, strict=True)) for values in (right, wrong)]
+        path = chat.write(tmp_path / "x.jsonl", *lines)
+        text = described("data", open_corpus(path, None, tmp_path / "cache"), 64)
+        says(text, f"repeated: {number} answer | whole text of the prompt | twice", lines=len(text.splitlines()))
+        path = chat.write(tmp_path / "x.jsonl", lines[0])
+        assert "whole text" not in described("data", open_corpus(path, None, tmp_path / "cache"), 64)
+
+
 def test_the_report_says_how_many_records_are_copies(tmp_path):
     text = described("data", tiny.token_file(tmp_path / "x", ["a", "b", "a", "a"]), 64)
     says(text, "repeated: 2 of 4 documents are copies of another", lines=4)

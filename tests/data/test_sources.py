@@ -157,7 +157,7 @@ def test_jsonl_field_and_half_characters(tmp_path):
         (b"[1]", ["not a JSON object", "[1]"]),
         (b'{"body": "a"}', ["no field 'text'", "'body'", "--text-field"]),
         (b'{"text": null}', ["must be a string", "null"]),
-        (b'{"text": "\xff"}', ["byte 10", "not UTF-8", "iconv"]),
+        (b'{"text": "\xff"}', ["byte 10", "not UTF-8", "iconv -f ENCODING", "GB18030"]),  # not all others are UTF-16
         (b"[" * 100_000, ["not valid JSON"]),
     ],
 )
@@ -248,6 +248,9 @@ def test_a_search_for_bad_lines_that_ends_early_says_so():
     says(with_others(UserError("x:1: empty"), iter(lines), check), "empty; 4 further lines")
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
 def test_what_must_be_unpacked_or_converted_says_how(tmp_path):
     (tmp_path / "list.txt").write_text("[{}]")
     assert [read for _, read in texts(tmp_path / "list.txt")] == ["[{}]"]
@@ -256,6 +259,7 @@ def test_what_must_be_unpacked_or_converted_says_how(tmp_path):
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99)[:-20], ["damaged or cut off", "download"]),
         ("b.jsonl.zst", pyarrow.compress(b'{"text": "a"}' * 99, "zstd", asbytes=True)[:-9], ["b.jsonl.zst"]),
         ("a.parquet", b"PAR1\x15\0", ["Parquet", "JSONL"]),
+        *((name, POINTER, ["Git LFS", "git lfs pull"]) for name in ("p.txt", "p.jsonl", "p.parquet", "p.json")),
         ("a.arrow", b"\xff\xff\xff\xff\xf0\0\0\0", ["Arrow file", "save_to_disk", "to_parquet"]),
     ):
         (tmp_path / name).write_bytes(data)

@@ -223,10 +223,12 @@ def test_what_is_not_understood_is_refused_by_name(running: Served) -> None:
     for method, path, status in (
         ("GET", "/v1/chat/completions", 405),
         ("POST", "/v1/completions", 404),
+        ("POST", "/chat/completions", 404),  # base_url without /v1
         ("GET", "/health/", 404),
     ):
         found, _, answer = running.raw(method, path, json.dumps(right).encode())
-        assert found == status and path in answer["error"]["message"]
+        assert found == status
+        says(answer["error"]["message"], f"{method} {path}: | POST /v1/chat/completions | base_url ends with /v1")
     with pytest.raises(openai.BadRequestError, match="together") as caught:
         running.client().chat.completions.create(**{**right, "messages": long})
     assert caught.value.code == "context_length_exceeded"

@@ -159,6 +159,8 @@ def test_init_from_that_cannot_work_is_refused(tmp_path):
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
     says(refusal_of(check_paths, config), "model.safetensors | truncated | fix: ")
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 9\n")
+    says(refusal_of(check_paths, config), "model.safetensors | Git LFS | fix: git lfs install && git lfs pull")
     (folder / "model.safetensors").unlink()
     says(refusal_of(check_paths, config), "no weights | model.safetensors")
     other, _ = hugging_face(tmp_path / "gemma", model_type="gemma")

@@ -130,7 +130,7 @@ def test_text_becomes_the_type(text, name, value):
         ("inner.kind", None, "green, red"),
         ("inner.level", True, "2, 3"),
         ("inner.level", "4", "2, 3"),
-        ("inner", "red", "its fields, inner.*"),
+        ("inner", "red", "its fields, inner.*: rate, kind, level | fix: inner: {rate: ...}"),
         ("inner", None, "its fields, inner.*"),
         ("inner", [], "its fields, inner.*"),
         ("maybe", 3, "none, or its fields, maybe.*"),

@@ -1,5 +1,6 @@
 """What a trainer says of its model on several ranks, a sample and an evaluation, is what transformers makes of it."""
 
+import dataclasses
 import math
 import os
 from unittest.mock import Mock
@@ -78,7 +79,9 @@ def test_a_sequence_longer_than_the_text_is_as_long_as_the_text(tmp_path):
 
 
 @on_program(2)
-def test_a_loss_that_is_no_number_is_refused_on_every_rank(tmp_path):
+def test_data_and_losses_that_cannot_be_are_refused_on_every_rank(tmp_path):
+    from tokenizers import Tokenizer, models
+
     from bmburst.train import evaluate
     from bmburst.train.config import EvalConfig
 
@@ -86,6 +89,9 @@ def test_a_loss_that_is_no_number_is_refused_on_every_rank(tmp_path):
     trainer = program.trainer(tmp_path, "run")
     trainer.optimizer.param_groups[0]["params"][0].data.fill_(math.nan)
     (tmp_path / "text.md").write_text("the quick brown fox")
+    Tokenizer(models.WordLevel({"fox": 5000, "</s>": 1}, unk_token="fox")).save(str(tmp_path / "words.json"))
     given = EvalConfig(checkpoint=trainer.save(), data=str(tmp_path / "text.md"), sequence_length=20)
     with refused("loss is NaN", "bfloat16", "checkpoint"):
         evaluate.evaluate_checkpoint(given)
+    with refused(f"'{given.data}' has token id 5000", "fix: the model's own tokenizer"):  # no file of the cache
+        evaluate.evaluate_checkpoint(dataclasses.replace(given, tokenizer=str(tmp_path / "words.json")))
