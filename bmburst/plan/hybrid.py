@@ -122,7 +122,8 @@ class RecurrentLayer:
     def costs(self, size: int, batch: int) -> tuple[LinearCost, LinearCost]:
         """Return the exchanges of the recurrence and of the convolution over `size` ranks."""
         heads, rows, _ = self.state or (0, 0, 0)
-        m, state = _STATE * heads * (rows * rows if self.kind in ("gated_delta", "kda") else 1), _STATE * prod(self.state or (0,))
+        m = _STATE * heads * (rows * rows if self.kind in ("gated_delta", "kda") else 1)
+        state = _STATE * prod(self.state or (0,))
         links = _LINKS * batch
         halo = ITEMSIZE["bfloat16"] * self.channels * (self.width - 1)
         return (
