@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, Executor, SequenceCall
-from bmburst.attention.options import gradient_signature, require_tensor
+from bmburst.attention.options import gradient_signature, require_no_transform, require_tensor
 from bmburst.comm.checks import describe_tensors
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
@@ -55,6 +55,7 @@ class SequenceAttention(torch.autograd.Function):
     @first_order(UserError)
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs."""
+        require_no_transform("the output's gradient", grad_out, grad_lse)
         q, k, v, *others, out, lse = ctx.saved_tensors
         call: SequenceCall = ctx.call if grad_lse is None else ctx.call.taking_delta(q, v)
         grad_out, delta = output_gradients(out, grad_out, grad_lse)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.attention.options import require_no_transform
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.linear.call import ConvCall
@@ -45,6 +46,7 @@ class SequenceConv(torch.autograd.Function):
     @first_order(UserError)
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weight, bias and the initial tokens."""
+        require_no_transform("the output's gradient", grad_out, grad_final)
         x, weight, bias, halos = ctx.saved_tensors
         call: ConvCall = ctx.call
         with no_autocast(x.device.type), traced("convolution backward"):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.attention.options import require_no_transform
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.linear.call import ScanCall
@@ -42,6 +43,7 @@ class SequenceScan(torch.autograd.Function):
     @first_order(UserError)
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the initial state and of the inputs."""
+        require_no_transform("the output's gradient", grad_out, grad_final)
         call: ScanCall = ctx.call
         saved = ctx.saved_tensors
         inputs, (starts, transitions, *kept) = saved[: ctx.inputs], saved[ctx.inputs :]

@@ -12,7 +12,7 @@ from torch import Tensor
 from bmburst.amounts import as_whole, short_text, whole_number
 from bmburst.attention.api import resolve_group
 from bmburst.attention.graphs import outside_of_graphs
-from bmburst.attention.options import gradient_signature, require_dense
+from bmburst.attention.options import gradient_signature, require_dense, require_no_transform
 from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors, is_exact
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
@@ -481,6 +481,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @first_order(UserError)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        require_no_transform("the whole sequence's gradient", grad)
         layout: Layout = ctx.cut.layout
         with no_autocast(grad.device.type):
             parts = torch.stack([take(grad, layout, rank, ctx.dim, 0) for rank in range(layout.size)])
