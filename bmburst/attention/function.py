@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, Executor, SequenceCall
 from bmburst.attention.options import gradient_signature, require_no_transform, require_tensor
-from bmburst.comm.checks import describe_tensors
+from bmburst.comm.checks import describe_tensors, in_backward_of, number_of_call
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.recompute import keep
@@ -47,7 +47,7 @@ class SequenceAttention(torch.autograd.Function):
         with no_autocast(inputs[0].device.type), traced("attention forward"):
             out, lse = keep(partial(executor.forward, call, *inputs), prefix)
         ctx.save_for_backward(*inputs, out, lse)
-        ctx.executor, ctx.call = executor, call
+        ctx.executor, ctx.call, ctx.number = executor, call, number_of_call(call.comm)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -59,7 +59,7 @@ class SequenceAttention(torch.autograd.Function):
         q, k, v, *others, out, lse = ctx.saved_tensors
         call: SequenceCall = ctx.call if grad_lse is None else ctx.call.taking_delta(q, v)
         grad_out, delta = output_gradients(out, grad_out, grad_lse)
-        with no_autocast(q.device.type), traced("attention backward"):
+        with no_autocast(q.device.type), traced("attention backward"), in_backward_of(ctx.number):
             grads = ctx.executor.backward(call, BackwardInputs(grad_out, q, k, v, lse, delta), *others)
         inputs = q, k, v, *others
         return None, None, *(grad if grad is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))

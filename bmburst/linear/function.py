@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.options import require_no_transform
+from bmburst.comm.checks import in_backward_of, number_of_call
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.linear.call import ScanCall
@@ -36,6 +37,7 @@ class SequenceScan(torch.autograd.Function):
         final, kept = (others[:1], others[1:]) if call.chain.has_final else ([], others)
         ctx.save_for_backward(*inputs, starts, transitions, *kept)
         ctx.call, ctx.inputs, ctx.initial_dtype = call, len(inputs), None if initial is None else initial.dtype
+        ctx.number = number_of_call(call.comm)
         ctx.set_materialize_grads(False)
         return out, final[0] if final else None
 
@@ -47,7 +49,7 @@ class SequenceScan(torch.autograd.Function):
         call: ScanCall = ctx.call
         saved = ctx.saved_tensors
         inputs, (starts, transitions, *kept) = saved[: ctx.inputs], saved[ctx.inputs :]
-        with no_autocast(inputs[0].device.type), traced("recurrence backward"):
+        with no_autocast(inputs[0].device.type), traced("recurrence backward"), in_backward_of(ctx.number):
             flat = _flat(inputs)
             scan = call.kernel.prepare(call.recurrence, flat, call.pieces, tuple(kept))
             grad = _values(call, inputs).new_zeros(1) if grad_out is None else grad_out

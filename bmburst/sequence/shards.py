@@ -13,7 +13,14 @@ from bmburst.amounts import as_whole, short_text, whole_number
 from bmburst.attention.api import resolve_group
 from bmburst.attention.graphs import outside_of_graphs
 from bmburst.attention.options import gradient_signature, require_dense, require_no_transform
-from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors, is_exact
+from bmburst.comm.checks import (
+    CheckedCommunicator,
+    contents,
+    describe_tensors,
+    in_backward_of,
+    is_exact,
+    number_of_call,
+)
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.schedule.mask import Mask, make_mask
@@ -474,7 +481,7 @@ class _Shard(torch.autograd.Function):
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, cut: SequenceShard, dim: int, comm: CheckedCommunicator) -> Tensor:
-        ctx.cut, ctx.dim, ctx.comm = cut, dim, comm
+        ctx.cut, ctx.dim, ctx.comm, ctx.number = cut, dim, comm, number_of_call(comm)
         with no_autocast(x_local.device.type):
             return cut.join(comm.all_gather(x_local).wait()[0], dim)
 
@@ -483,6 +490,6 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         require_no_transform("the whole sequence's gradient", grad)
         layout: Layout = ctx.cut.layout
-        with no_autocast(grad.device.type):
+        with no_autocast(grad.device.type), in_backward_of(ctx.number):
             parts = torch.stack([take(grad, layout, rank, ctx.dim, 0) for rank in range(layout.size)])
             return ctx.comm.reduce_scatter(parts).wait()[0], None, None, None

@@ -155,6 +155,19 @@ def test_transforms_of_torch_func_are_refused(comm, name):
         torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)
 
 
+@pytest.mark.parametrize("name", OVER_RANKS)
+@on_ranks(2)
+def test_backwards_in_another_order_are_refused(comm, name):
+    """Their tensors have the same shapes: each rank would get gradients of the other's call."""
+    q = zeros(comm)[0].requires_grad_()
+    outs = [OVER_RANKS[name](q, group=comm) for _ in range(2)]
+    with refused("disagree | fix: | same order | backward of call 1 | backward of call 2"):
+        outs[comm.rank].sum().backward()
+    for out in outs:  # the same backward, twice
+        for _ in range(2):
+            out.sum().backward(retain_graph=True)
+
+
 @on_ranks(2)
 def test_ranks_that_disagree_are_not_shown_what_nobody_set(comm):
     q = torch.zeros(1, 64, 4, 32)
