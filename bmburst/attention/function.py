@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, Executor, SequenceCall
 from bmburst.attention.options import gradient_signature, require_no_transform, require_tensor
-from bmburst.comm.checks import describe_tensors, in_backward_of, number_of_call
+from bmburst.comm.checks import call_number, describe_tensors, in_backward_of
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.recompute import keep
@@ -47,7 +47,7 @@ class SequenceAttention(torch.autograd.Function):
         with no_autocast(inputs[0].device.type), traced("attention forward"):
             out, lse = keep(partial(executor.forward, call, *inputs), prefix)
         ctx.save_for_backward(*inputs, out, lse)
-        ctx.executor, ctx.call, ctx.number = executor, call, number_of_call(call.comm)
+        ctx.executor, ctx.call, ctx.number = executor, call, call_number(call.comm)
         ctx.set_materialize_grads(False)
         return out, lse
 

@@ -77,7 +77,7 @@ class _Running(threading.local):
 _RUNNING = _Running()
 
 
-def number_of_call(comm: object) -> int:
+def call_number(comm: object) -> int:
     """Count a differentiable call of a group and return its number, or 0 where not every call is compared.
 
     Every rank makes the same calls, so a call has the same number on all of them.
@@ -143,7 +143,7 @@ class CheckedCommunicator:
         self._state.meter = meter
 
     def next_number(self) -> int:
-        """Return the number of the next differentiable call of this group, over any transport; see `number_of_call`."""
+        """Return the number of the next differentiable call of this group, over any transport; see `call_number`."""
         self._state.numbered += 1
         return self._state.numbered
 

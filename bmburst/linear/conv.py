@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.options import require_no_transform
-from bmburst.comm.checks import in_backward_of, number_of_call
+from bmburst.comm.checks import call_number, in_backward_of
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.linear.call import ConvCall
@@ -40,7 +40,7 @@ class SequenceConv(torch.autograd.Function):
             out = causal_conv(x.flatten(0, 1), halos, weight, bias, call.pieces, call.activation)
         ctx.save_for_backward(x, weight, bias, halos)
         ctx.call, ctx.initial_dtype = call, None if initial is None else initial.dtype
-        ctx.number = number_of_call(call.comm)
+        ctx.number = call_number(call.comm)
         ctx.set_materialize_grads(False)
         return out.view_as(x), final[0] if final else None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.options import require_no_transform
-from bmburst.comm.checks import in_backward_of, number_of_call
+from bmburst.comm.checks import call_number, in_backward_of
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.linear.call import ScanCall
@@ -37,7 +37,7 @@ class SequenceScan(torch.autograd.Function):
         final, kept = (others[:1], others[1:]) if call.chain.has_final else ([], others)
         ctx.save_for_backward(*inputs, starts, transitions, *kept)
         ctx.call, ctx.inputs, ctx.initial_dtype = call, len(inputs), None if initial is None else initial.dtype
-        ctx.number = number_of_call(call.comm)
+        ctx.number = call_number(call.comm)
         ctx.set_materialize_grads(False)
         return out, final[0] if final else None
 
