@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         burst_attn_func_striped,
         empty_cache,
     )
-    from bmburst.attention.module import BurstAttention
+    from bmburst.attention.module import BurstAttention as BurstAttention
     from bmburst.comm.groups import communicator
     from bmburst.errors import UserError
     from bmburst.inference.generator import Generator
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# What `from bmburst import *` imports. BurstAttention needs BMTrain, so a program asks for it by name.
 __all__ = [
     "BlockSparse",
-    "BurstAttention",
     "Causal",
     "Documents",
     "Full",
@@ -126,4 +126,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Show the public names to completion."""
-    return sorted(__all__)
+    return sorted(name for names in _HOMES.values() for name in names)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, Executor, SequenceCall
-from bmburst.attention.options import gradient_signature, require_tensor
-from bmburst.comm.checks import describe_tensors
+from bmburst.attention.options import gradient_signature, require_no_transform, require_tensor
+from bmburst.comm.checks import call_number, describe_tensors, in_backward_of
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.recompute import keep
@@ -47,7 +47,7 @@ class SequenceAttention(torch.autograd.Function):
         with no_autocast(inputs[0].device.type), traced("attention forward"):
             out, lse = keep(partial(executor.forward, call, *inputs), prefix)
         ctx.save_for_backward(*inputs, out, lse)
-        ctx.executor, ctx.call = executor, call
+        ctx.executor, ctx.call, ctx.number = executor, call, call_number(call.comm)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -55,10 +55,11 @@ class SequenceAttention(torch.autograd.Function):
     @first_order(UserError)
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs."""
+        require_no_transform("the output's gradient", grad_out, grad_lse)
         q, k, v, *others, out, lse = ctx.saved_tensors
         call: SequenceCall = ctx.call if grad_lse is None else ctx.call.taking_delta(q, v)
         grad_out, delta = output_gradients(out, grad_out, grad_lse)
-        with no_autocast(q.device.type), traced("attention backward"):
+        with no_autocast(q.device.type), traced("attention backward"), in_backward_of(ctx.number):
             grads = ctx.executor.backward(call, BackwardInputs(grad_out, q, k, v, lse, delta), *others)
         inputs = q, k, v, *others
         return None, None, *(grad if grad is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))

@@ -134,15 +134,34 @@ def require_dense(name: str, tensor: Tensor) -> None:
 
 
 def require_own_memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor subclass that wraps other tensors, such as torch's DTensor: it does not own its memory.
+    """Refuse a tensor that wraps other tensors, such as torch's DTensor or one in `torch.vmap`: it owns no memory.
 
     Raises:
-        UserError: The tensor wraps other tensors.
+        UserError: The tensor wraps other tensors, or a transform of torch.func runs.
     """
+    require_no_transform(name)
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
         raise UserError(
             f"{name} must be a plain tensor, got a {type(tensor).__name__}\n"
             "fix: pass the tensor that this rank holds; of a DTensor, its to_local()"
+        )
+
+
+def require_no_transform(name: str, *tensors: Tensor | None) -> None:
+    """Refuse to run inside a transform of torch.func: its tensors hold one entry of a batch, or one level of gradients.
+
+    Args:
+        name: What is refused.
+        tensors: In backward the incoming gradients: `is_grads_batched=True` of `torch.autograd.grad` batches them.
+
+    Raises:
+        UserError: A transform runs.
+    """
+    batched = any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors)
+    if batched or torch._C._are_functorch_transforms_active():
+        raise UserError(
+            f"{name} is inside vmap, grad, jvp or another transform of torch.func, which ranks cannot take part in\n"
+            "fix: a batch dimension or a loop for vmap and is_grads_batched, torch.autograd.grad for the others"
         )
 
 

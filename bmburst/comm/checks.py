@@ -7,6 +7,7 @@ What is compared is a signature: the name of a call, then one line for each valu
 import hashlib
 import os
 import re
+import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,36 @@ class _CheckState:
     meter: WaitMeter | None = None
     compared: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """The number of first calls of each kind that were compared."""
+    numbered: int = 0
+
+
+class _Running(threading.local):
+    """What the calls of this thread are part of: a line of their signatures, or nothing."""
+
+    line = ""
+
+
+_RUNNING = _Running()
+
+
+def call_number(comm: object) -> int:
+    """Count a differentiable call of a group and return its number, or 0 where not every call is compared.
+
+    Every rank makes the same calls, so a call has the same number on all of them.
+    """
+    if not isinstance(comm, CheckedCommunicator) or not comm.always:
+        return 0
+    return comm.next_number()
+
+
+@contextmanager
+def in_backward_of(number: int) -> Iterator[None]:
+    """Compare also of which call this is the backward: in another order, ranks would exchange gradients of others."""
+    before, _RUNNING.line = _RUNNING.line, f"\nbackward of call {number}" if number else ""
+    try:
+        yield
+    finally:
+        _RUNNING.line = before
 
 
 class CheckedCommunicator:
@@ -110,6 +141,11 @@ class CheckedCommunicator:
     @meter.setter
     def meter(self, meter: WaitMeter | None) -> None:
         self._state.meter = meter
+
+    def next_number(self) -> int:
+        """Return the number of the next differentiable call of this group, over any transport; see `call_number`."""
+        self._state.numbered += 1
+        return self._state.numbered
 
     def over(self, inner: Communicator) -> "CheckedCommunicator":
         """Return the same group, or a part of it, over another transport. Both share `active` and `meter`."""
@@ -309,7 +345,7 @@ class CheckedCommunicator:
                     f"{call}: the group moves {self.device.type} tensors by {self.transport}, not {tensor.device} ones"
                 )
         if self.active:
-            self.agree(f"{call}\n{describe_tensors(*tensors)}")
+            self.agree(f"{call}\n{describe_tensors(*tensors)}{_RUNNING.line}")
 
     def _exchange(self, text: str) -> list[str]:
         """Return every rank's text while active, else an empty list."""
@@ -333,12 +369,14 @@ _ONE_BATCH = (
     "(num_replicas=mesh.shape.data, rank=mesh.data_rank), or a mesh with fewer sequence ranks"
 )
 _GRADIENT = "call it under the same grad mode, with the same inputs that require a gradient, on every rank"
+_ORDER = "run the backward of the same calls in the same order on every rank, for example of one sum of all losses"
 _EQUAL = "pass the same value on every rank"
 _FIXES = (
     (re.compile(r"^weights "), "give all hosts the same files of the model, in a folder that they share"),
     (re.compile(r"#[0-9a-f]{8}$|^documents "), _ONE_BATCH),  # values of a batch: a digest of `contents`, documents
     (re.compile(r"\d\[\d|shape \["), f"equal shapes and dtypes; {_ONE_BATCH}"),
     (re.compile(r"with(out)? gradient$"), _GRADIENT),
+    (re.compile(r"^backward of call \d+$"), _ORDER),
 )
 """The fix for a line that differs, by a pattern of the line; the first match is used."""
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.attention.options import require_no_transform
+from bmburst.comm.checks import call_number, in_backward_of
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.linear.call import ConvCall
@@ -38,6 +40,7 @@ class SequenceConv(torch.autograd.Function):
             out = causal_conv(x.flatten(0, 1), halos, weight, bias, call.pieces, call.activation)
         ctx.save_for_backward(x, weight, bias, halos)
         ctx.call, ctx.initial_dtype = call, None if initial is None else initial.dtype
+        ctx.number = call_number(call.comm)
         ctx.set_materialize_grads(False)
         return out.view_as(x), final[0] if final else None
 
@@ -45,9 +48,10 @@ class SequenceConv(torch.autograd.Function):
     @first_order(UserError)
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weight, bias and the initial tokens."""
+        require_no_transform("the output's gradient", grad_out, grad_final)
         x, weight, bias, halos = ctx.saved_tensors
         call: ConvCall = ctx.call
-        with no_autocast(x.device.type), traced("convolution backward"):
+        with no_autocast(x.device.type), traced("convolution backward"), in_backward_of(ctx.number):
             grad = x.new_zeros(1).expand_as(x) if grad_out is None else grad_out
             of_x, of_halos, of_weight, of_bias = causal_conv_gradients(
                 grad.flatten(0, 1), x.flatten(0, 1), halos, weight, bias, call.pieces, call.activation

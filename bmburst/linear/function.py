@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.attention.options import require_no_transform
+from bmburst.comm.checks import call_number, in_backward_of
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
 from bmburst.linear.call import ScanCall
@@ -35,6 +37,7 @@ class SequenceScan(torch.autograd.Function):
         final, kept = (others[:1], others[1:]) if call.chain.has_final else ([], others)
         ctx.save_for_backward(*inputs, starts, transitions, *kept)
         ctx.call, ctx.inputs, ctx.initial_dtype = call, len(inputs), None if initial is None else initial.dtype
+        ctx.number = call_number(call.comm)
         ctx.set_materialize_grads(False)
         return out, final[0] if final else None
 
@@ -42,10 +45,11 @@ class SequenceScan(torch.autograd.Function):
     @first_order(UserError)
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the initial state and of the inputs."""
+        require_no_transform("the output's gradient", grad_out, grad_final)
         call: ScanCall = ctx.call
         saved = ctx.saved_tensors
         inputs, (starts, transitions, *kept) = saved[: ctx.inputs], saved[ctx.inputs :]
-        with no_autocast(inputs[0].device.type), traced("recurrence backward"):
+        with no_autocast(inputs[0].device.type), traced("recurrence backward"), in_backward_of(ctx.number):
             flat = _flat(inputs)
             scan = call.kernel.prepare(call.recurrence, flat, call.pieces, tuple(kept))
             grad = _values(call, inputs).new_zeros(1) if grad_out is None else grad_out

@@ -206,6 +206,26 @@ def fitting(mask: Mask | str | None, length: int) -> Mask | None:
     return made
 
 
+def require_same_documents(masks: Sequence[Mask], lengths: Sequence[int]) -> None:
+    """Check that the documents of a batch are those of the mask that layout "balanced" was made for.
+
+    Attention under the batch's own documents would take the tokens of the shard for others.
+
+    Args:
+        masks: The mask of the layout, then those of the samples.
+        lengths: The tokens of each.
+
+    Raises:
+        UserError: A sample has other documents.
+    """
+    for each, tokens in zip(masks, lengths, strict=True):
+        if (each.starts or (0,), tokens) != (masks[0].starts or (0,), lengths[0]):
+            raise UserError(
+                f"the shard is balanced under mask {masks[0]}, but the batch has other documents: {each}\n"
+                "fix: cut.under(documents).batch(...), with the mask of attention as documents; or layout 'zigzag'"
+            )
+
+
 def masks_of_samples(documents: Mask | Sequence[Mask] | None, batch: int) -> tuple[Mask, ...]:
     """Return one mask for all samples, one per sample, or none."""
     if documents is None or isinstance(documents, Mask):

@@ -12,8 +12,8 @@ from torch import Tensor
 from bmburst.amounts import as_whole, short_text, whole_number
 from bmburst.attention.api import resolve_group
 from bmburst.attention.graphs import outside_of_graphs
-from bmburst.attention.options import gradient_signature, require_dense
-from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors, is_exact
+from bmburst.attention.options import gradient_signature, require_dense, require_no_transform
+from bmburst.comm.checks import CheckedCommunicator, call_number, contents, describe_tensors, in_backward_of, is_exact
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.schedule.mask import Mask, make_mask
@@ -30,6 +30,7 @@ from bmburst.sequence.parts import (
     put,
     require_batch,
     require_device,
+    require_same_documents,
     require_value,
     take,
     without_padding,
@@ -64,12 +65,14 @@ class SequenceShard:
         layout: Which rank holds which positions, padding included.
         rank: This rank in its sequence group.
         group: The ranks that share the sequences; `batch` compares batches over it. None: the default group if it fits.
+        mask: The mask that layout "balanced" was made for; None: not known.
     """
 
     length: int
     layout: Layout
     rank: int
     group: CheckedCommunicator | None = field(default=None, compare=False, repr=False)
+    mask: Mask | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def cut(
@@ -113,7 +116,8 @@ class SequenceShard:
                 f"rank {rank} of {size} is not this rank's place in the group, {comm.rank} of {comm.size}\n"
                 "fix: leave size and rank out, or the group"
             )
-        return cls(length, padded_layout(layout, size, length, fitting(mask, length)), rank, comm)
+        made = fitting(mask, length)
+        return cls(length, padded_layout(layout, size, length, made), rank, comm, made)
 
     def under(self, mask: Mask | Sequence[Mask]) -> "SequenceShard":
         """Return the shard for a batch with its own mask: layout "balanced" assigns its chunks by the mask.
@@ -139,8 +143,8 @@ class SequenceShard:
                 "layout 'balanced' needs one mask, but each sample of the batch has its own\n"
                 "fix: use batches (micro_batch_size) of 1 sequence, or layout 'zigzag'"
             )
-        real = self._real(mask)
-        return replace(self, layout=make_layout("balanced", self.layout.size, self.layout.tokens, mask, real))
+        made = make_layout("balanced", self.layout.size, self.layout.tokens, mask, self._real(mask))
+        return replace(self, layout=made, mask=mask)
 
     @property
     def local_tokens(self) -> int:
@@ -289,6 +293,8 @@ class SequenceShard:
         require_batch(tokens, labels, self.length)
         masks = masks_of_samples(documents, len(tokens))
         lengths = [self._real(mask) for mask in masks]
+        if isinstance(self.layout, Balanced) and self.mask is not None:
+            require_same_documents((self.mask, *masks), (self._real(self.mask), *lengths))
         labels = without_padding(following(tokens, masks, lengths) if labels is None else labels, lengths)
         mine, valid = self.take(labels, pad_value=IGNORE_INDEX), (labels != IGNORE_INDEX).sum()
         weights = (mine != IGNORE_INDEX).float() / valid.clamp(min=1)
@@ -474,14 +480,15 @@ class _Shard(torch.autograd.Function):
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, cut: SequenceShard, dim: int, comm: CheckedCommunicator) -> Tensor:
-        ctx.cut, ctx.dim, ctx.comm = cut, dim, comm
+        ctx.cut, ctx.dim, ctx.comm, ctx.number = cut, dim, comm, call_number(comm)
         with no_autocast(x_local.device.type):
             return cut.join(comm.all_gather(x_local).wait()[0], dim)
 
     @staticmethod
     @first_order(UserError)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        require_no_transform("the whole sequence's gradient", grad)
         layout: Layout = ctx.cut.layout
-        with no_autocast(grad.device.type):
+        with no_autocast(grad.device.type), in_backward_of(ctx.number):
             parts = torch.stack([take(grad, layout, rank, ctx.dim, 0) for rank in range(layout.size)])
             return ctx.comm.reduce_scatter(parts).wait()[0], None, None, None

@@ -1,6 +1,7 @@
 """What attention refuses: on every rank, in one clear message, before any work starts."""
 
 from fractions import Fraction
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -128,6 +129,43 @@ def test_what_is_no_group_is_refused(group):
 def test_what_only_stands_for_tensors_is_not_cut(function):
     with refused("plain tensor", "Standing", "to_local()"):
         function(torch.zeros(1, 8, 2).as_subclass(Standing))
+
+
+OVER_RANKS = {
+    "attention": lambda x, group: bmburst.burst_attention(x, x, x, group=group),
+    "scan": lambda x, group: bmburst.burst_scan(x, x, group=group),
+    "conv": lambda x, group: bmburst.burst_causal_conv(x.flatten(2), x.new_zeros(16, 2), group=group),
+    "unshard": lambda x, group: bmburst.unshard(x, group=group),
+}
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+@on_ranks(2)
+def test_transforms_of_torch_func_are_refused(comm, name):
+    q, call = zeros(comm)[0].requires_grad_(), partial(OVER_RANKS[name], group=comm)
+    words = "vmap | grad | torch.func | fix: | is_grads_batched"
+    with refused(words):
+        torch.vmap(call)(q[None])
+    with refused(words):
+        torch.func.grad(lambda q: call(q).sum())(q)
+    with refused(words):
+        torch.func.jvp(call, (q,), (q,))
+    out = call(q)
+    with refused(words):
+        torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+@on_ranks(2)
+def test_backwards_in_another_order_are_refused(comm, name):
+    """Their tensors have the same shapes: each rank would get gradients of the other's call."""
+    q = zeros(comm)[0].requires_grad_()
+    outs = [OVER_RANKS[name](q, group=comm) for _ in range(2)]
+    with refused("disagree | fix: | same order | backward of call 1 | backward of call 2"):
+        outs[comm.rank].sum().backward()
+    for out in outs:  # the same backward, twice
+        for _ in range(2):
+            out.sum().backward(retain_graph=True)
 
 
 @on_ranks(2)

@@ -152,10 +152,13 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         one.under((good, good))
     for wrong, words in (
         (Documents((6,)), "6 tokens | 5 real"),
+        (Documents((2, 3)), "balanced | 2 documents of 2 to 3 tokens | other documents | cut.under(documents)"),
+        ([good, Documents((3,))], "balanced | other documents | cut.under(documents)"),
         ([good], "1 samples | batch of 2 | one bmburst.Documents"),
     ):
         with refused(words):
             one.batch(torch.zeros(2, 5, dtype=torch.int64), documents=wrong)
+    one.batch(torch.zeros(2, 5, dtype=torch.int64), documents=[good & SlidingWindow(2), good])
 
 
 def test_balanced_ranks_have_like_work() -> None:

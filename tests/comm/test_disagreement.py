@@ -29,6 +29,7 @@ def test_only_what_differs_is_shown_of_the_first_rank_that_differs():
         (CALL, CALL.replace("6", "8"), "equal shapes and dtypes"),
         ("batch\nshape [2, 8]", "batch\nshape [1, 8]", "equal shapes and dtypes"),
         (f"{CALL}\nwith gradient", f"{CALL}\nwithout gradient", "grad mode"),
+        ("ring\nint64[2]\nbackward of call 1", "ring\nint64[2]\nbackward of call 2", "backward of the same calls"),
         (CALL, "ring shift=1", "same calls in the same order"),
         (CALL, CALL.replace("causal", "full"), "same value"),
     ],
