@@ -19,6 +19,7 @@ from bmburst import Mesh
 from bmburst.integrations.transformers import SplitSequences, register
 from bmburst.integrations.transformers_grpo import SplitRows
 from tests import tiny
+from tests.integrations import transformers_grpo_tools as tools
 from tests.integrations.transformers_trainer_program import shard, whole_weight
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"  # and 2 tokens: tiny's vocabulary of 61
@@ -48,6 +49,8 @@ GRPO: Mapping[str, dict[str, Any]] = MappingProxyType(
         "fsdp2": {"beta": 0.1, "gradient_accumulation_steps": 2},
         "adapters": {"beta": 0.1, "gradient_accumulation_steps": 2, "learning_rate": 3.0},
         "generation": {"max_completion_length": 9, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+        "tools": {"max_completion_length": 220, "beta": 0.1, "gradient_accumulation_steps": 2},
+        "environments": {"max_completion_length": 220, "num_iterations": 2},
         "rloo": {"beta": 0.05, "gradient_accumulation_steps": 2, "num_iterations": 2},
         "shared": {
             "loss_type": "bnpo",
@@ -171,6 +174,9 @@ def trainer(root: Path, name: str, split: SplitSequences | None, **options: Any)
         made["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
     if not is_rloo and name not in ("generation", "vllm"):
         made["rollout_func"] = drawn
+    if name in tools.KINDS:
+        del made["rollout_func"]
+        made |= tools.arguments(root, name)
     made |= options
     if split is None:
         return (RLOOTrainer if is_rloo else GRPOTrainer)(**made)
@@ -182,6 +188,8 @@ def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, An
     made = trainer(root, name, split)
     if name == "vllm":
         made.use_vllm, made.vllm_generation, made._last_loaded_step = True, Sampler(made), -1
+    if name in tools.KINDS:
+        made.model.generate = tools.Answers(made, name)
     if name == "fsdp2" and split is not None:
         shard(made)
     tokens: list[int] = []
