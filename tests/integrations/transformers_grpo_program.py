@@ -122,7 +122,8 @@ class Sampler:
 def folder_of(root: Path, *, dtype: torch.dtype = torch.float64, family: str = "llama") -> str:
     """Save a model and return its folder."""
     folder = root / ("policy" if family == "llama" else "experts")
-    model = tiny.transformers_model(family, max_position_embeddings=512).to(dtype)
+    experts = {} if family == "llama" else {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = tiny.transformers_model(family, max_position_embeddings=512, **experts).to(dtype)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
