@@ -201,7 +201,7 @@ def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, An
     made.model.get_input_embeddings().register_forward_hook(
         lambda _, __, output: computed.append(output.shape[:-1].numel()) if torch.is_grad_enabled() else None
     )
-    if name == "dapo":
+    if name in ("dapo", "grpo"):
         made.evaluate()
     made.train()
     made.evaluate()
