@@ -5,6 +5,9 @@ which it has done when the kernel began: 40 % of its time. A kernel's own beginn
 makes a table of dtypes, and the shape, which is one of a few: a third of the rest. The type and the shape of the result
 of two values, and whether whole numbers overflow, which it tells nobody without its debug mode, it finds by many small
 operations of its own: most of the rest.
+
+Where it broadcasts what a comparison of two scalars gives, that gets the dtype of the two, not that of truth values.
+Triton 3.9 refuses masks of such a dtype, so it is put right here.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,6 +29,7 @@ def names_replaced_once() -> Iterator[None]:
     types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     shapes: dict[tuple[int, ...], dict[str, Any]] = {}
     done: dict[Callable[..., Any], Any] = {}
+    of_scalar = interpreter.InterpreterBuilder.create_splat
     find_result, broadcast = TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value
     results: dict[tuple[Any, ...], Any] = {}
 
@@ -64,6 +68,11 @@ def names_replaced_once() -> Iterator[None]:
             results[key] = find_result(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
         return results[key]
 
+    def splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        found = of_scalar(self, ret_ty, arg)
+        found.data = found.data.astype(arg.data.dtype, copy=False)
+        return found
+
     def tell_nobody(*_: Any) -> None:
         pass
 
@@ -89,6 +98,7 @@ def names_replaced_once() -> Iterator[None]:
         mock.patch.object(TritonSemantic, "computation_type_impl", result_type),
         mock.patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", tell_nobody),
         mock.patch.object(TritonSemantic, "broadcast_impl_value", of_one_shape),
+        mock.patch.object(interpreter.InterpreterBuilder, "create_splat", splat),
         mock.patch.object(core.block_type, "__init__", block_type),
         mock.patch.object(core.tensor, "__init__", tensor),
         mock.patch.object(interpreter, "_get_np_dtype", np_dtype),

@@ -87,8 +87,8 @@ def notes_of(file: TokenFile) -> Iterator[str]:
         what = "answers begin" if echoes != 1 else "answer begins"
         yield f"repeated: {echoes:,} {what} with the whole text of the prompt, which is then there twice"
     firsts = file.record_starts[:-1] if file.groups else slice(None, None, 1 + file.pairs)
-    keys = np.asarray(file.document_keys)[firsts]
-    if repeats := len(keys) - len(np.unique(keys)):
+    keys = np.sort(np.asarray(file.document_keys)[firsts])  # np.unique hashes, 15 times as long
+    if repeats := int(np.count_nonzero(keys[1:] == keys[:-1])):
         what = "pairs" if file.pairs else "documents" if file.loss_mask is None else "records"
         yield f"repeated: {repeats:,} of {len(keys):,} {what} are copies of another"
 

@@ -93,6 +93,7 @@ class SplitRows:
         require_understood(self, [name for name, value in options.items() if value is not None], ALLOWED, ARGUMENTS)
         require_known_engine(self._trainer)
         _require_exact(self._trainer, split.options.layout, share_prompts)
+        _require_turns_alone(self._trainer, split.mesh.world.size)
         self._policies = _policies(self)
         _set_attention(self, generate_with)
 
@@ -457,3 +458,25 @@ def _require_exact(trainer: Any, layout: str, share_prompts: bool) -> None:
         require_layout(model, layout, is_tree=share_prompts)
         if share_prompts:
             require_wide(model, trainer.args.max_completion_length)
+
+
+def _require_turns_alone(trainer: Any, ranks: int) -> None:
+    """Check that no rank waits for the others where its rows call tools in more turns than theirs.
+
+    TRL lets each rank generate as many turns as its rows need.
+
+    Raises:
+        UserError: Ranks generate together.
+    """
+    if ranks == 1 or not getattr(trainer, "tools", None):  # RLOOTrainer has none
+        return
+    if getattr(trainer, "use_vllm", False):
+        together = trainer.vllm_mode != "colocate" or trainer.vllm_tensor_parallel_size != 1
+        how = f"vllm_mode={trainer.vllm_mode!r}, vllm_tensor_parallel_size={trainer.vllm_tensor_parallel_size}"
+    else:
+        together, how = trainer.is_fsdp_enabled, "FSDP2"
+    if together:
+        raise UserError(
+            f"tools with {how}: ranks generate together, but each has as many turns as its rows call tools\n"
+            "allowed: DDP; or vllm_mode='colocate' and vllm_tensor_parallel_size=1\nfix: one of these"
+        )

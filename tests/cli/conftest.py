@@ -78,6 +78,7 @@ def as_rank(monkeypatch, launches):
     monkeypatch.setattr("bmburst.launch.start.join", lambda: store)
     monkeypatch.setattr("bmburst.launch.joined.watch", lambda *_: None)
     monkeypatch.setattr("bmburst.launch.handover._FAREWELL", 0.0)
+    monkeypatch.setattr("bmburst.launch.handover._ARRIVAL", 0.0)  # nobody else is there
 
     def enter(rank, size, launched=False):
         for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size)):

@@ -8,7 +8,7 @@ from bmburst.serve import http, protocol
 from tests import chat, tiny
 from tests.distributed.started import run_python
 from tests.docs.blocks import read_blocks, text_of
-from tests.serve.test_serve import program
+from tests.serve.test_serve_program import program
 
 PAGE = "inference.md#serving"
 BLOCKS = read_blocks(PAGE)

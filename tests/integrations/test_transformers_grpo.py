@@ -8,6 +8,7 @@ import torch
 
 from tests.distributed.processes import run_processes
 from tests.integrations import transformers_grpo_program as program
+from tests.integrations import transformers_grpo_tools as tools
 from tests.pairs import long
 
 # TRL computes losses and metrics in fp32; weights are in fp64.
@@ -18,6 +19,8 @@ def _check(root: Path, size: int, names: list[str], sequence: int | None = None)
     program.folder_of(root)
     if "experts" in names:
         program.folder_of(root, family="qwen3_moe")
+    if {*tools.KINDS} & {*names}:
+        tools.folder_of(root)
     run_processes(size, program.run, root, names, sequence or size)
     ranks = [torch.load(root / f"found{rank}.pt") for rank in range(size)]
     for name in names:
@@ -26,6 +29,8 @@ def _check(root: Path, size: int, names: list[str], sequence: int | None = None)
         if name == "shared":  # a prompt is most of a row, and read once for the rows of all ranks of a group
             mine, theirs = (sum(found[name, is_split]["computed"] for found in ranks) for is_split in (True, False))
             assert theirs / (2 * (sequence or size)) < mine < 1.2 * theirs / (2 * (sequence or size))
+        if name in tools.KINDS:
+            assert any(0 < line.get("tools/failure_frequency", 0) < 1 for line in ranks[0][name, False]["logged"])
         first = ranks[0][name, True]["weights"]
         assert all(
             torch.equal(weight, rank[name, True]["weights"][key]) for key, weight in first.items() for rank in ranks
@@ -48,19 +53,25 @@ def _require_equal(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     ("size", "names"),
-    [(1, ["grpo"]), (3, ["rloo"]), *long((1, ["dapo", "rloo"]), (3, ["dapo"]), (2, ["grpo", "rloo"]))],
+    [(3, ["rloo"]), *long((1, ["dapo", "grpo", "rloo"]), (3, ["dapo"]), (2, ["dapo", "rloo"]))],
 )
 def test_equals_trl(size: int, names: list[str], tmp_path: Path) -> None:
     _check(tmp_path, size, names)
 
 
 def test_equals_trl_on_two_ranks(tmp_path: Path) -> None:
-    _check(tmp_path, 2, ["dapo", "experts", "fsdp2", "adapters", "generation", "shared"])
+    _check(tmp_path, 2, ["grpo", "experts", "fsdp2", "adapters", "generation", "shared"])
 
 
 @pytest.mark.long
 def test_equals_trl_in_its_other_losses(tmp_path: Path) -> None:
     _check(tmp_path, 2, ["dr_grpo", "luspo", "sapo", "cispo", "vespo", "vllm"])
+
+
+@pytest.mark.long
+def test_equals_trl_with_tools(tmp_path: Path) -> None:
+    """Rows call different tools in a number of turns of their own; TRL logs how often, and which calls fail."""
+    _check(tmp_path, 2, list(tools.KINDS))
 
 
 @pytest.mark.long

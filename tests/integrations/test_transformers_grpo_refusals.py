@@ -2,7 +2,9 @@
 
 import hashlib
 import inspect
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RLOOTrainer, SF
 
 from bmburst.integrations.grpo_rows import rows_of_ranks
 from bmburst.integrations.transformers import SplitSequences, recompute, register
-from bmburst.integrations.transformers_grpo import SplitRows, _OwnRows, require_read
+from bmburst.integrations.transformers_grpo import SplitRows, _OwnRows, _require_turns_alone, require_read
 from tests import tiny
 from tests.distributed.threads import mesh_of
 from tests.integrations.transformers_grpo_program import PROMPTS, SplitGRPO, rewarded, tokenizer
@@ -162,6 +164,23 @@ def test_models(tmp_path: Path) -> None:
     for name in ("bmburst", 3):
         with refused(f"generate_with is {name!r} | attn_implementation"):
             _trainer(tmp_path, generate_with=name)
+
+
+def test_tools_where_ranks_generate_together() -> None:
+    """TRL's ranks would wait for each other, or get the answers of others."""
+    alone = {"vllm_mode": "colocate", "vllm_tensor_parallel_size": 1, "use_vllm": True, "is_fsdp_enabled": True}
+    for change, words in (
+        ({}, None),
+        ({"tools": []}, None),
+        ({"use_vllm": False, "is_fsdp_enabled": False, "vllm_mode": "server"}, None),
+        ({"use_vllm": False}, "tools with FSDP2 | turns | allowed: DDP; or vllm_mode='colocate' | fix: "),
+        ({"vllm_mode": "server"}, "tools with vllm_mode='server' | turns"),
+        ({"vllm_tensor_parallel_size": 2}, "vllm_mode='colocate', vllm_tensor_parallel_size=2 | turns"),
+    ):
+        made = SimpleNamespace(**{"tools": [max], **alone, **change})
+        _require_turns_alone(made, 1)
+        with refused(words) if words else nullcontext():
+            _require_turns_alone(made, 2)
 
 
 def test_arguments_of_the_mixin(tmp_path: Path) -> None:

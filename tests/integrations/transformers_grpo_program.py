@@ -19,17 +19,18 @@ from bmburst import Mesh
 from bmburst.integrations.transformers import SplitSequences, register
 from bmburst.integrations.transformers_grpo import SplitRows
 from tests import tiny
+from tests.integrations import transformers_grpo_tools as tools
 from tests.integrations.transformers_trainer_program import shard, whole_weight
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"  # and 2 tokens: tiny's vocabulary of 61
 PROMPTS = ("abc def", "h", "12345 6 01234", "xy", "hello", "zzzz", "a b c", "Q")
-TIMES = frozenset({"step_time", "train_runtime", "eval_runtime", "epoch", "step"})
+TIMES = frozenset({"step_time", "train_runtime", "eval_runtime", "eval_model_preparation_time", "epoch", "step"})
 SPEEDS = ("per_second",)
 
 GRPO: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "dapo": {"beta": 0.1, "num_generations": 0},
-        "grpo": {"loss_type": "grpo", "gradient_accumulation_steps": 2, "num_iterations": 2, "beta": 0.1},
+        "grpo": {"loss_type": "grpo", "gradient_accumulation_steps": 2, "num_iterations": 2},
         "experts": {
             "loss_type": "bnpo",
             "router_aux_loss_coef": 0.7,
@@ -48,6 +49,8 @@ GRPO: Mapping[str, dict[str, Any]] = MappingProxyType(
         "fsdp2": {"beta": 0.1, "gradient_accumulation_steps": 2},
         "adapters": {"beta": 0.1, "gradient_accumulation_steps": 2, "learning_rate": 3.0},
         "generation": {"max_completion_length": 9, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+        "tools": {"max_completion_length": 220, "beta": 0.1, "gradient_accumulation_steps": 2},
+        "environments": {"max_completion_length": 220, "num_iterations": 2},
         "rloo": {"beta": 0.05, "gradient_accumulation_steps": 2, "num_iterations": 2},
         "shared": {
             "loss_type": "bnpo",
@@ -119,7 +122,8 @@ class Sampler:
 def folder_of(root: Path, *, dtype: torch.dtype = torch.float64, family: str = "llama") -> str:
     """Save a model and return its folder."""
     folder = root / ("policy" if family == "llama" else "experts")
-    model = tiny.transformers_model(family, max_position_embeddings=512).to(dtype)
+    experts = {} if family == "llama" else {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = tiny.transformers_model(family, max_position_embeddings=512, **experts).to(dtype)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
@@ -171,6 +175,9 @@ def trainer(root: Path, name: str, split: SplitSequences | None, **options: Any)
         made["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
     if not is_rloo and name not in ("generation", "vllm"):
         made["rollout_func"] = drawn
+    if name in tools.KINDS:
+        del made["rollout_func"]
+        made |= tools.arguments(root, name)
     made |= options
     if split is None:
         return (RLOOTrainer if is_rloo else GRPOTrainer)(**made)
@@ -182,6 +189,8 @@ def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, An
     made = trainer(root, name, split)
     if name == "vllm":
         made.use_vllm, made.vllm_generation, made._last_loaded_step = True, Sampler(made), -1
+    if name in tools.KINDS:
+        made.model.generate = tools.Answers(made, name)
     if name == "fsdp2" and split is not None:
         shard(made)
     tokens: list[int] = []
@@ -194,6 +203,10 @@ def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, An
     )
     if name == "dapo":
         made.evaluate()
+    if name == "grpo" and split is not None:  # without a reference model, TRL alone would then average no gradients
+        with torch.random.fork_rng():  # TRL draws the rows of micro-batches
+            made.evaluate()
+        made.state.log_history.clear()
     made.train()
     made.evaluate()
     weights = made.accelerator.unwrap_model(made.model).named_parameters()

@@ -136,7 +136,7 @@ def routed(folder: Path, split: SplitSequences | None) -> dict[str, Any]:
         router_aux_loss_coef=0.7,
         **COMMON,
     )
-    changes = {"num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 2, "use_cache": False}
+    changes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "use_cache": False}
     made: Any = (SplitTuner if split else SFTTrainer)(
         model=tiny.transformers_model("qwen3_moe", attention="bmburst" if split else "sdpa", **changes),
         args=arguments,

@@ -1,11 +1,9 @@
-"""`bmburst serve` through OpenAI's own client: its answers, its limits, and its end."""
+"""`bmburst serve` through OpenAI's own client: its answers and its limits. The command is in test_serve_program.py."""
 
 import asyncio
 import contextlib
 import http.client
 import json
-import os
-import signal
 import socket
 import threading
 import time
@@ -30,36 +28,12 @@ from bmburst.serve import http as http_server
 from bmburst.serve.http import Server
 from bmburst.serve.protocol import FIELDS
 from bmburst.serve.worker import Failure, Job, Worker
-from tests import chat, tiny
+from tests import chat
 from tests.cli.commands import refused
-from tests.distributed.started import Program, rank_of
 from tests.refusals import says
+from tests.serve.asked import ASK, FOREVER, LONG, conversation, crowd, expected, right_answers
 
-ROOT = Path(__file__).parents[2]
-LONG, KEY = 20_000, "secret-of-the-test"
-ASK = {"model": "tiny", "max_tokens": 6}
-FOREVER = {**ASK, "max_tokens": LONG - 500, "temperature": 1.0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("serve") / "tiny"
-    tiny.save(folder, vocab_size=chat.VOCAB, max_position_embeddings=LONG, seed=3, std=0.3, eos_token_id=None)
-    return chat.directory(folder)
-
-
-@pytest.fixture(scope="module")
-def generator(model: Path) -> Generator:
-    return Generator(model)
-
-
-def conversation(number: int) -> list[dict[str, str]]:
-    return chat.conversation(f"Document {number % 5}: " + "words and words. " * 6 + f"Question {number}?")
-
-
-def expected(generator: Generator, messages: list[dict[str, str]], **options: Any) -> str:
-    (answer,) = generator.generate([messages], **{"max_new_tokens": 6, **options})
-    return answer.text
+KEY = "secret-of-the-test"
 
 
 @dataclass(frozen=True)
@@ -399,70 +373,6 @@ def test_starts_that_are_refused(model: Path, tmp_path: Path, capsys: Any, monke
     says(refused(capsys, *given), "starlette and uvicorn | pip install 'bmburst[serve]'", lines=2)
 
 
-@contextlib.contextmanager
-def program(model: Path, *words: str) -> Iterator[tuple[Program, str]]:
-    """Start the command, and return it with its address."""
-    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    started = Program(
-        ["serve", "--checkpoint", str(model), "--port", "0", *words],
-        cwd=model,
-        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        forked=True,
-    )
-    try:
-        line = started.stdout.readline()
-        assert line.startswith(f"serving {model.name} at http://127.0.0.1:"), line + started.stderr.read()
-        yield started, line.split()[3].rstrip(",")
-    finally:
-        started.kill()
-        started.wait()
-
-
-def ask_at(url: str, messages: list[dict[str, str]], **options: Any) -> Any:
-    client = openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=120)
-    return client.chat.completions.create(messages=messages, **{**ASK, **options})
-
-
-def test_two_ranks_answer_and_end_with_sigterm(model: Path, generator: Generator) -> None:
-    messages, seeded = conversation(7), {"temperature": 0.8, "seed": 5}
-    with program(model, "--nproc", "2", "--cache", "tokens", "--sessions", "1") as (server, url):
-        for options in ({}, seeded):
-            answer = ask_at(url, messages, **options)
-            assert answer.choices[0].message.content == expected(generator, messages, **options)
-        events = ask_at(url, messages, stream=True, **{k: v for k, v in FOREVER.items() if k not in ("model",)})
-        next(events)
-        server.terminate()
-        with pytest.raises(openai.APIError, match="stopping"):
-            list(events)
-        out, err = server.communicate(timeout=60)
-        assert (server.returncode, out, err) == (0, "", "")
-
-
-def test_a_lost_rank_ends_the_server(model: Path) -> None:
-    with program(model, "--nproc", "2") as (server, url):
-        events = ask_at(url, conversation(1), stream=True, **{k: v for k, v in FOREVER.items() if k != "model"})
-        next(events)
-        os.kill(rank_of(server.pid, 1), signal.SIGKILL)
-        finishes = []
-        with contextlib.suppress(Exception):  # of the connection
-            finishes += [event.choices[0].finish_reason for event in events]
-        assert not any(finishes)  # never an answer that seems to be whole
-        _, err = server.communicate(timeout=60)
-        assert server.returncode == 1
-        says(err, "rank 1 was killed by SIGKILL")
-
-
-def test_ctrl_c_ends_one_rank(model: Path, generator: Generator) -> None:
-    with program(model) as (server, url):
-        assert ask_at(url, conversation(1)).choices[0].message.content == expected(generator, conversation(1))
-        listening = {line.split()[1] for line in Path(f"/proc/{server.pid}/net/tcp").read_text().splitlines()[1:]}
-        port = f"{int(url.split(':')[2].split('/')[0]):04X}"
-        assert f"0100007F:{port}" in listening and f"00000000:{port}" not in listening
-        server.send_signal(signal.SIGINT)
-        out, err = server.communicate(timeout=60)
-        assert (server.returncode, out, err) == (130, "", "")
-
-
 def test_a_model_that_fails_ends_the_server_and_its_client_is_told(
     generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,76 +388,6 @@ def test_a_model_that_fails_ends_the_server_and_its_client_is_told(
     assert events == [Failure("the model has failed: MemoryError")]
 
 
-async def crowd(url: str, right: dict[tuple[int, int | None], str], clients: int, enough: Callable[[int], bool]) -> int:
-    """Let clients ask, one question after the other, some as a stream, and some leave; return the answers.
-
-    A question that the server refuses because others wait, or does not answer in time, is asked again.
-    """
-    ids: list[str] = []
-    client = openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=600)
-    keys = list(right)
-
-    async def ask(asked: int) -> None:
-        question, seed = keys[asked % len(keys)]
-        options: dict[str, Any] = {**ASK, "messages": conversation(question)}
-        options |= {} if seed is None else {"temperature": 0.9, "seed": seed}
-        if asked % 5 == 4:  # leaves
-            with contextlib.suppress(asyncio.TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await client.chat.completions.create(**options | {"max_tokens": 5000})
-        elif asked % 2:
-            pieces = [event async for event in await client.chat.completions.create(**options, stream=True)]
-            assert len({event.id for event in pieces}) == 1
-            ids.append(pieces[0].id)
-            text = "".join(choice.delta.content or "" for event in pieces for choice in event.choices)
-            assert text == right[question, seed]
-            assert [choice.finish_reason for event in pieces for choice in event.choices][-1] is not None
-        else:
-            answer = await client.chat.completions.create(**options)
-            ids.append(answer.id)
-            assert answer.choices[0].message.content == right[question, seed]
-
-    async def one(number: int) -> None:
-        while not enough(len(ids)):
-            number += 7
-            try:
-                await ask(number)
-            except openai.APIStatusError as error:
-                if error.status_code not in (429, 504):
-                    raise
-                number -= 7
-                await asyncio.sleep(0.1)
-
-    async with asyncio.TaskGroup() as group:
-        for number in range(clients):
-            group.create_task(one(number))
-    assert len(set(ids)) == len(ids)
-    await client.close()
-    return len(ids)
-
-
-def right_answers(generator: Generator) -> dict[tuple[int, int | None], str]:
-    options: dict[int | None, dict[str, Any]] = {None: {}, 3: {"temperature": 0.9, "seed": 3}}
-    return {(n, seed): expected(generator, conversation(n), **options[seed]) for n in range(11) for seed in options}
-
-
 def test_no_answer_of_some_clients_is_lost_or_mixed(running: Served, generator: Generator) -> None:
     url = f"http://127.0.0.1:{running.port}/v1"
     assert asyncio.run(crowd(url, right_answers(generator), 12, lambda count: count >= 40)) >= 40
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("ranks", "seconds"), [("1", 5), ("2", 60)])
-def test_no_answer_of_50_clients_is_lost_or_mixed(model: Path, generator: Generator, ranks: str, seconds: int) -> None:
-    right = right_answers(generator)
-    with program(model, "--nproc", ranks) as (server, url):
-        end = time.monotonic() + seconds
-        try:
-            asyncio.run(crowd(url, right, 50, lambda count: count > 50 and time.monotonic() > end))
-        except ExceptionGroup as errors:
-            server.terminate()
-            errors.add_note(f"the server says: {server.communicate(timeout=60)}")
-            raise
-        server.terminate()
-        _, err = server.communicate(timeout=60)
-        assert (server.returncode, err) == (0, "")
