@@ -1,5 +1,8 @@
 """The gated delta rule in Triton against its definition in fp64: summaries, outputs, and all gradients."""
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -83,3 +86,13 @@ def test_gated_delta_in_triton(key_dim, value_dim, normalize, decay):
     for name in names:
         error = error_of(found[name], wanted[name])
         assert error < limit, f"{name}: {error}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key_dim", [128, 256])
+def test_kernels_fit_into_shared_memory(key_dim):
+    """They are compiled for Ampere, Ada and Hopper."""
+    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.gated_delta_sizes", str(key_dim)]
+    found = subprocess.run(command, env=compiled, capture_output=True, text=True, timeout=500, check=False)
+    assert found.returncode == 0, found.stderr

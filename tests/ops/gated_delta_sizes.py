@@ -1,0 +1,68 @@
+"""Compiles the kernels of the gated delta rule for GPUs that this machine lacks, and ends with what does not fit."""
+
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bmburst_ops.linear import triton_gated_delta as ours
+from bmburst_ops.linear.spans import all_fragments
+
+SHARED = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes of shared memory for a program, by compute capability
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", int: "i32", float: "fp32"}
+
+
+class Compiled:
+    """A kernel that is compiled in place of being launched."""
+
+    def __init__(self, kernel, capability):
+        self.kernel, self.capability = kernel, capability
+
+    def __getitem__(self, _):
+        return self.launch
+
+    def launch(self, *args, num_warps=4, num_stages=3, **constants):
+        names = self.kernel.arg_names
+        given = dict(zip(names, args, strict=False))
+        constants |= {name: None for name, each in given.items() if each is None}
+        types = {n: TYPES[getattr(x, "dtype", type(x))] for n, x in given.items() if x is not None}
+        source = ASTSource(
+            self.kernel,
+            signature={name: types.get(name, "constexpr") for name in names},
+            constexprs={(names.index(name),): each for name, each in constants.items()},
+            attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types.get(n, "").startswith("*")},
+        )
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+        if made.metadata.shared > SHARED[self.capability]:
+            raise SystemExit(f"{self.kernel.__name__} on {self.capability}: {made.metadata.shared} bytes")
+
+
+def run(key_dim):
+    """Call each function that launches a kernel."""
+    tokens, heads = 2 * ours.CHUNK, 2
+    fragments = all_fragments((0, tokens), torch.device("cpu"))
+    spans = fragments.spans
+    q, k, v, grad = (torch.zeros(1, tokens, heads, key_dim, dtype=torch.bfloat16) for _ in range(4))
+    decays, beta = torch.zeros(1, tokens, heads), torch.zeros(1, tokens, heads, dtype=torch.bfloat16)
+    state = torch.zeros(1, heads, key_dim, key_dim)
+    chunks = ours.make_chunks(q, k, decays, beta, True, fragments)
+    ours.summarize(chunks, v, spans, spans)
+    ours.outputs(chunks, v, state, 1.0, spans)
+    ours.start_gradients(chunks, grad, 1.0, spans)
+    of_chunks = (
+        *ours.states_of_chunks(chunks, v, state, fragments),
+        *ours.gradients_of_chunks(chunks, grad, state, 1.0, fragments),
+    )
+    ours.input_gradients(chunks, v, grad, of_chunks, 1.0, fragments)
+
+
+kernels = {name: each for name, each in vars(ours).items() if name.endswith("_kernel")}
+for capability, shared in SHARED.items():
+    ours.shared_memory = lambda _, shared=shared: shared
+    for name, kernel in kernels.items():
+        setattr(ours, name, Compiled(kernel, capability))
+    for size in map(int, sys.argv[1:]):
+        run(size)
