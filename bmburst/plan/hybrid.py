@@ -2,8 +2,9 @@
 
 This is simpler than the planner of bmburst's own models. All ranks share each sequence in zigzag order, under FSDP2,
 with AdamW and the recompute policy "block-keep-attention" of `bmburst.integrations.transformers.recompute`. Counts of
-weights and exchanged bytes are exact. Seconds and activations are estimates. They say 1.30 s and 28.3 GiB of torch for
-the run of benchmarks/results/hybrid_2xh200_202611.md, which took 1.46 s and 29.0 GiB.
+weights and exchanged bytes are exact. Seconds and activations are estimates. They say 1.29 s and 28.4 GiB of torch for
+the run of benchmarks/results/hybrid_2xh200_202611.md, which took 1.46 s and 29.0 GiB with older kernels of the gated
+delta rule, and 1.19 s for that of benchmarks/results/hybrid_h200_202611.md, which took 1.22 s.
 
 - attention is that of the cost model (`bmburst.schedule.cost`), whose errors are measured;
 - a matrix product takes 2 FLOPs for each weight that a token meets, forward, recomputed, and twice backward;
