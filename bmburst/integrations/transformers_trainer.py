@@ -19,6 +19,7 @@ from transformers.trainer_utils import has_length, seed_worker
 
 from bmburst.errors import UserError, with_fix
 from bmburst.integrations.trainer_arguments import require_loss, require_trl, require_understood
+from bmburst.integrations.trainer_decisions import DecidesTogether
 from bmburst.integrations.transformers import Part, SplitSequences
 from bmburst.integrations.transformers_models import require_next_token_loss, require_splittable
 from bmburst.integrations.transformers_router import asks_router_loss, require_router_loss
@@ -30,9 +31,6 @@ _PART = "part"  # key of the part in a micro-batch
 _IS_SCALED = "the loss is scaled"
 _PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
 """What accelerate sets in a model that it prepares for an evaluation."""
-_ACTIONS = ("should_log", "should_evaluate", "should_save")
-_DECISIONS = (*_ACTIONS, "should_epoch_stop", "should_training_stop")
-"""What a callback of a Trainer decides on."""
 _NOT_COMPUTED = ("entropy", "mean_token_accuracy", "num_tokens")
 """What TRL logs besides losses."""
 
@@ -76,7 +74,7 @@ def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
     return loader
 
 
-class SplitBatches:
+class SplitBatches(DecidesTogether):
     """Makes a Trainer train on split sequences: `class SplitTrainer(SplitBatches, Trainer): pass`.
 
     The ranks of a sequence group read the same batches. The groups read them in the order in which as many single ranks
@@ -163,20 +161,6 @@ class SplitBatches:
         else:
             loss = self._group_loss(model, inputs)
         return (loss, {}) if return_outputs else loss
-
-    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
-        """Log, evaluate and save, if all ranks do. Trainer decides on each rank, and one alone would wait for ever."""
-        self._agree_on_next()
-        acts = any(getattr(self._trainer.control, name) for name in _ACTIONS)
-        super()._maybe_log_save_evaluate(*arguments, **options)  # type: ignore[misc]
-        if acts:  # callbacks of what it did may have decided too
-            self._agree_on_next()
-
-    def _agree_on_next(self) -> None:
-        """Check that callbacks have decided the same on all ranks."""
-        world, control = self.split.mesh.world, self._trainer.control
-        with world.checking():
-            world.agree("\n".join(["TrainerControl", *(f"{name} {getattr(control, name)}" for name in _DECISIONS)]))
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
         """End the training. Trainer would add the losses of steps that no log has as those of this rank alone."""

@@ -296,9 +296,8 @@ class Decides(TrainerCallback):
 DECISIONS = (("step", "should_evaluate"), ("log", "should_training_stop"))
 
 
-def decided(folder: Path, split: SplitSequences, event: str, decision: str) -> str:
+def decided(made: Trainer, event: str, decision: str) -> str:
     """Train with a callback that decides on one rank; return the message of a refusal."""
-    made = trainer(folder, split)
     made.add_callback(Decides(event, decision))
     try:
         made.train()
@@ -339,7 +338,7 @@ def run(folder: Path) -> None:
     found["decided"] = []
     for event, decision in DECISIONS:
         reset()
-        found["decided"].append(decided(folder, split, event, decision))
+        found["decided"].append(decided(trainer(folder, split), event, decision))
     reset()
     found["one group"] = routed(folder, split)
     found["measured"] = measured(split)
