@@ -62,6 +62,15 @@ FAMILIES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = MappingProxyType
         "minicpm": ({**MINICPM}, {}),  # for transformers a LLaMA: its factors go into config.json
     }
 )
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+_DELTA = {
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "shared_expert_intermediate_size": 16},
+}
+_THEIR_SIZES: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {"qwen3_moe": _EXPERTS, "qwen3_next": {**_EXPERTS, **_DELTA}}
+)
+"""Sizes of types that have others than `_SIZES`: those of experts and states have defaults of many millions."""
 
 
 def config(family: str = "llama", /, **changes: Any) -> LlamaConfig:
@@ -76,7 +85,7 @@ def transformers_config(family: str = "llama", /, **changes: Any) -> "Pretrained
     """
     from transformers import AutoConfig
 
-    own = FAMILIES[family][1] if family in FAMILIES else {}
+    own = FAMILIES[family][1] if family in FAMILIES else _THEIR_SIZES.get(family, {})
     sizes = {_THEIR_NAMES.get(name, name): value for name, value in _SIZES.items()}
     model_type = "llama" if family == "minicpm" else family
     return AutoConfig.for_model(model_type, **{**sizes, "tie_word_embeddings": False, **own, **changes})

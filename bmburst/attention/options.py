@@ -5,6 +5,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from bmburst.amounts import require_flag, short_text
 from bmburst.comm.checks import CheckedCommunicator
@@ -137,9 +138,9 @@ def require_own_memory(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that wraps other tensors, such as torch's DTensor or one in `torch.vmap`: it owns no memory.
 
     Raises:
-        UserError: The tensor wraps other tensors, or a transform of torch.func runs.
+        UserError: The tensor wraps other tensors, a transform of torch.func runs, or forward-mode AD.
     """
-    require_no_transform(name)
+    require_no_transform(name, tensor)
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
         raise UserError(
             f"{name} must be a plain tensor, got a {type(tensor).__name__}\n"
@@ -150,18 +151,26 @@ def require_own_memory(name: str, tensor: Tensor) -> None:
 def require_no_transform(name: str, *tensors: Tensor | None) -> None:
     """Refuse to run inside a transform of torch.func: its tensors hold one entry of a batch, or one level of gradients.
 
+    Tangents of forward-mode AD are refused too: exchanges between ranks would drop them.
+
     Args:
         name: What is refused.
-        tensors: In backward the incoming gradients: `is_grads_batched=True` of `torch.autograd.grad` batches them.
+        tensors: The input, or in backward the incoming gradients: `is_grads_batched=True` of `torch.autograd.grad`
+            batches them.
 
     Raises:
-        UserError: A transform runs.
+        UserError: A transform runs, or a tensor has a tangent.
     """
-    batched = any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors)
-    if batched or torch._C._are_functorch_transforms_active():
+    given = [t for t in tensors if t is not None]
+    if any(map(torch._C._functorch.is_legacy_batchedtensor, given)) or torch._C._are_functorch_transforms_active():
         raise UserError(
             f"{name} is inside vmap, grad, jvp or another transform of torch.func, which ranks cannot take part in\n"
             "fix: a batch dimension or a loop for vmap and is_grads_batched, torch.autograd.grad for the others"
+        )
+    if any(unpack_dual(t).tangent is not None for t in given):
+        raise UserError(
+            f"{name} has a tangent of forward-mode AD (make_dual), which ranks do not exchange\n"
+            "fix: torch.autograd.grad for derivatives; unpack_dual(x).primal for the values alone"
         )
 
 

@@ -371,12 +371,14 @@ _ONE_BATCH = (
 _GRADIENT = "call it under the same grad mode, with the same inputs that require a gradient, on every rank"
 _ORDER = "run the backward of the same calls in the same order on every rank, for example of one sum of all losses"
 _EQUAL = "pass the same value on every rank"
+_CONTROL = "let callbacks decide from what all ranks share, such as steps or evaluated losses, not from a clock"
 _FIXES = (
     (re.compile(r"^weights "), "give all hosts the same files of the model, in a folder that they share"),
     (re.compile(r"#[0-9a-f]{8}$|^documents "), _ONE_BATCH),  # values of a batch: a digest of `contents`, documents
     (re.compile(r"\d\[\d|shape \["), f"equal shapes and dtypes; {_ONE_BATCH}"),
     (re.compile(r"with(out)? gradient$"), _GRADIENT),
     (re.compile(r"^backward of call \d+$"), _ORDER),
+    (re.compile(r"^should_\w+ "), _CONTROL),  # of a TrainerControl
 )
 """The fix for a line that differs, by a pattern of the line; the first match is used."""
 

@@ -40,6 +40,7 @@ from bmburst.integrations.grpo_rows import (
     with_lengths_of_trl,
 )
 from bmburst.integrations.trainer_arguments import is_library, require_trl, require_understood
+from bmburst.integrations.trainer_decisions import DecidesTogether
 from bmburst.integrations.transformers import NAME, SplitSequences
 from bmburst.integrations.transformers_layers import outermost
 from bmburst.integrations.transformers_models import require_splittable
@@ -55,7 +56,7 @@ _TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 _REPLACED = "_get_per_token_logps_and_entropies"
 
 
-class SplitRows:
+class SplitRows(DecidesTogether):
     """Makes TRL's GRPOTrainer or RLOOTrainer compute on split sequences: `class Split(SplitRows, GRPOTrainer): pass`.
 
     Args:

@@ -19,6 +19,7 @@ from transformers.trainer_utils import has_length, seed_worker
 
 from bmburst.errors import UserError, with_fix
 from bmburst.integrations.trainer_arguments import require_loss, require_trl, require_understood
+from bmburst.integrations.trainer_decisions import DecidesTogether
 from bmburst.integrations.transformers import Part, SplitSequences
 from bmburst.integrations.transformers_models import require_next_token_loss, require_splittable
 from bmburst.integrations.transformers_router import asks_router_loss, require_router_loss
@@ -73,7 +74,7 @@ def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
     return loader
 
 
-class SplitBatches:
+class SplitBatches(DecidesTogether):
     """Makes a Trainer train on split sequences: `class SplitTrainer(SplitBatches, Trainer): pass`.
 
     The ranks of a sequence group read the same batches. The groups read them in the order in which as many single ranks

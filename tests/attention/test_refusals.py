@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import bmburst
+from bmburst.comm.groups import single_rank_group
 from bmburst.errors import UserError
 from tests.attention.test_burst_attention import zeros
 from tests.distributed.threads import on_ranks
@@ -153,6 +155,20 @@ def test_transforms_of_torch_func_are_refused(comm, name):
     out = call(q)
     with refused(words):
         torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_tangents_are_refused(name):
+    """On one rank: the threads of `on_ranks` would share torch's level of tangents."""
+    q, call = torch.randn(1, 4, 2, 8).requires_grad_(), partial(OVER_RANKS[name], group=single_rank_group())
+    out = call(q)
+    with forward_ad.dual_level():
+        tangent = forward_ad.make_dual(out.detach(), out.detach())
+        with refused("tangent of forward-mode AD | make_dual | fix: torch.autograd.grad | unpack_dual"):
+            call(forward_ad.make_dual(q, q))
+        with refused("gradient has a tangent"):
+            torch.autograd.grad(out, q, tangent, retain_graph=True)
+        torch.autograd.grad(out, q, out.detach())
 
 
 @pytest.mark.parametrize("name", OVER_RANKS)

@@ -105,3 +105,22 @@ def test_other_methods(config: Any, words: str) -> None:
     if "ADALORA" in words:
         config.orth_reg_weight = 0.0
         part.loss(model)
+
+
+def test_tied_adapters() -> None:
+    """A model that is moved or converted keeps them equal, but no longer trains them as one."""
+    register()
+    part = SplitSequences(mesh_of()).part(torch.arange(3, 14)[None])
+
+    def adapted(**targets: Any) -> Any:
+        model: Any = tiny.transformers_model("qwen3", attention="bmburst", tie_word_embeddings=True)
+        return peft.get_peft_model(model, peft.LoraConfig(ensure_weight_tying=True, **targets))
+
+    tied, saved = adapted(target_modules=["embed_tokens"]), adapted(modules_to_save=["embed_tokens"])
+    loss = part.loss(tied)
+    for model in (tied, saved):
+        model.double().float()
+    with refused("ensure_weight_tying | embedding and of lm_head | moved or converted | fix: the embedding in modules"):
+        part.loss(tied)
+    torch.testing.assert_close(part.loss(saved), loss)
+    torch.testing.assert_close(part.loss(tied.requires_grad_(False)), loss)

@@ -76,6 +76,13 @@ def test_gathered_losses_are_those_of_one_process(found: Found) -> None:
         assert rank["measured"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_ranks_that_decide_differently_end_together(found: Found) -> None:
+    """One rank evaluated or ended while the other went on, until each waited for the other."""
+    for rank in found:
+        for (_, decision), told in zip(program.DECISIONS, rank["decided"], strict=True):
+            says(told, f"disagree | fix: let callbacks | {decision} False | rank 1: TrainerControl {decision} True")
+
+
 def test_noise_matters_here(tmp_path: Path) -> None:
     plain = program.trainer(tmp_path, None, program.padded)
     plain.train()

@@ -18,7 +18,7 @@ IDS = torch.randint(61, (1, 22), generator=torch.Generator().manual_seed(1))
 
 def _model() -> Any:
     register()
-    changes = {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.7}
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
     return tiny.transformers_model("qwen3_moe", attention="bmburst", **changes).train()
 
 

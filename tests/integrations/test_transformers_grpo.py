@@ -10,6 +10,7 @@ from tests.distributed.processes import run_processes
 from tests.integrations import transformers_grpo_program as program
 from tests.integrations import transformers_grpo_tools as tools
 from tests.pairs import long
+from tests.refusals import says
 
 # TRL computes losses and metrics in fp32; weights are in fp64.
 RELATIVE, ABSOLUTE = 2e-5, 2e-6
@@ -29,6 +30,8 @@ def _check(root: Path, size: int, names: list[str], sequence: int | None = None)
         if name == "shared":  # a prompt is most of a row, and read once for the rows of all ranks of a group
             mine, theirs = (sum(found[name, is_split]["computed"] for found in ranks) for is_split in (True, False))
             assert theirs / (2 * (sequence or size)) < mine < 1.2 * theirs / (2 * (sequence or size))
+        for found in ranks if name == "rloo" and size > 1 else ():
+            says(found["decided", True]["told"], "disagree | let callbacks decide | should_training_stop True")
         if name in tools.KINDS:
             assert any(0 < line.get("tools/failure_frequency", 0) < 1 for line in ranks[0][name, False]["logged"])
         first = ranks[0][name, True]["weights"]

@@ -20,7 +20,7 @@ from bmburst.integrations.transformers import SplitSequences, register
 from bmburst.integrations.transformers_grpo import SplitRows
 from tests import tiny
 from tests.integrations import transformers_grpo_tools as tools
-from tests.integrations.transformers_trainer_program import shard, whole_weight
+from tests.integrations.transformers_trainer_program import decided, shard, whole_weight
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"  # and 2 tokens: tiny's vocabulary of 61
 PROMPTS = ("abc def", "h", "12345 6 01234", "xy", "hello", "zzzz", "a b c", "Q")
@@ -235,4 +235,6 @@ def run(root: Path, names: list[str], sequence: int) -> None:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
             found[name, kind is not None] = trained(root, name, kind)
+            if kind is not None and name == "rloo":
+                found["decided", True] = {"told": decided(trainer(root, name, kind), "step", "should_training_stop")}
     torch.save(found, root / f"found{rank}.pt")

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 from trl import SFTConfig, SFTTrainer
@@ -275,6 +276,36 @@ def measured(split: SplitSequences) -> list[float]:
     return found
 
 
+class Decides(TrainerCallback):
+    """Decides on the last rank alone, when a step ends or when it is logged."""
+
+    def __init__(self, event: str, decision: str) -> None:
+        self._event, self._decision = event, decision
+
+    def on_step_end(self, *given: Any, **_: Any) -> None:
+        self._decide("step", given[2])
+
+    def on_log(self, *given: Any, **_: Any) -> None:
+        self._decide("log", given[2])
+
+    def _decide(self, event: str, control: Any) -> None:
+        if event == self._event and dist.get_rank() == dist.get_world_size() - 1:
+            setattr(control, self._decision, True)
+
+
+DECISIONS = (("step", "should_evaluate"), ("log", "should_training_stop"))
+
+
+def decided(made: Trainer, event: str, decision: str) -> str:
+    """Train with a callback that decides on one rank; return the message of a refusal."""
+    made.add_callback(Decides(event, decision))
+    try:
+        made.train()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def reset() -> None:
     """Let accelerate forget the ranks of a job and the last trainer."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -304,6 +335,10 @@ def run(folder: Path) -> None:
     for name in RUNS:
         reset()
         found["trained"][name] = trained(name, folder, split)
+    found["decided"] = []
+    for event, decision in DECISIONS:
+        reset()
+        found["decided"].append(decided(trainer(folder, split), event, decision))
     reset()
     found["one group"] = routed(folder, split)
     found["measured"] = measured(split)

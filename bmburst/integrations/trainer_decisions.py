@@ -1,0 +1,39 @@
+"""What callbacks of a Trainer decide on each rank for itself, compared over all ranks before any of them acts on it."""
+
+from typing import Any
+
+from bmburst.integrations.transformers import SplitSequences
+
+_ACTIONS = ("should_log", "should_evaluate", "should_save")
+_DECISIONS = (*_ACTIONS, "should_epoch_stop", "should_training_stop")
+"""What a callback of a Trainer decides on."""
+
+
+class DecidesTogether:
+    """A mixin of a Trainer whose ranks log, evaluate, save and stop together.
+
+    Attributes:
+        control: The Trainer's own, which callbacks change.
+        split: Has the ranks.
+    """
+
+    control: Any
+    split: SplitSequences
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
+        """Do what callbacks decided if it is the same on all ranks; one that acts alone would wait for ever.
+
+        Raises:
+            UserError: Callbacks have decided differently.
+        """
+        self._agree()
+        acts = any(getattr(self.control, name) for name in _ACTIONS)
+        super()._maybe_log_save_evaluate(*arguments, **options)  # type: ignore[misc]
+        if acts:  # callbacks of what it did may have decided too
+            self._agree()
+
+    def _agree(self) -> None:
+        world = self.split.mesh.world
+        decisions = [f"{name} {getattr(self.control, name)}" for name in _DECISIONS]
+        with world.checking():
+            world.agree("\n".join(["TrainerControl", *decisions]))
