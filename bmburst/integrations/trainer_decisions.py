@@ -35,5 +35,5 @@ class DecidesTogether:
     def _agree(self) -> None:
         world = self.split.mesh.world
         decisions = [f"{name} {getattr(self.control, name)}" for name in _DECISIONS]
-        with world.checking():
+        with world.first_calls("a Trainer's decisions"):  # on GPUs, more would let the host wait in every step
             world.agree("\n".join(["TrainerControl", *decisions]))

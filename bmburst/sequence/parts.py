@@ -222,7 +222,7 @@ def require_same_documents(masks: Sequence[Mask], lengths: Sequence[int]) -> Non
         if (each.starts or (0,), tokens) != (masks[0].starts or (0,), lengths[0]):
             raise UserError(
                 f"the shard is balanced under mask {masks[0]}, but the batch has other documents: {each}\n"
-                "fix: cut.under(documents) in place of cut, with the mask of attention as documents; or 'zigzag'"
+                "fix: cut.under(documents).batch(...), with the mask of attention as documents; or layout 'zigzag'"
             )
 
 

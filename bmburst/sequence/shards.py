@@ -204,8 +204,7 @@ class SequenceShard:
                 Default: a sequence is one document.
 
         Raises:
-            UserError: The shapes are wrong, the documents do not fit the batch or are not those of layout "balanced"
-                (see `under`), or the ranks hold different batches.
+            UserError: The shapes are wrong, the documents do not fit the batch, or the ranks hold different batches.
         """
         comm = self._comparing()
         if comm is None:
@@ -293,7 +292,9 @@ class SequenceShard:
         """Return this rank's part as `batch` does, without the comparison."""
         require_batch(tokens, labels, self.length)
         masks = masks_of_samples(documents, len(tokens))
-        lengths = self._lengths(masks)
+        lengths = [self._real(mask) for mask in masks]
+        if isinstance(self.layout, Balanced) and self.mask is not None:
+            require_same_documents((self.mask, *masks), (self._real(self.mask), *lengths))
         labels = without_padding(following(tokens, masks, lengths) if labels is None else labels, lengths)
         mine, valid = self.take(labels, pad_value=IGNORE_INDEX), (labels != IGNORE_INDEX).sum()
         weights = (mine != IGNORE_INDEX).float() / valid.clamp(min=1)
@@ -304,8 +305,8 @@ class SequenceShard:
     def read(self, sequence: Callable[[range], tuple[Ids, Ids]], documents: Mask | None = None) -> Ids:
         """Read this rank's part of one sequence: only the tokens of this rank are read.
 
-        The result equals that of `batch` for the whole sequence. It is made with numpy, because a thread that only
-        reads does not need torch's thread pool.
+        The result equals that of `batch` for the whole sequence, in the layout `under` its documents. It is made with
+        numpy, because a thread that only reads does not need torch's thread pool.
 
         Args:
             sequence: Maps positions below `length` to inputs and labels there, each int64 `[len(positions)]`.
@@ -315,20 +316,20 @@ class SequenceShard:
             int64 `[3, local_tokens]`: tokens, labels, and the position of each token in its document.
 
         Raises:
-            UserError: The documents do not fit, as in `batch`, or `sequence` returns something else.
+            UserError: The documents have more tokens than the sequence, or `sequence` returns something else.
         """
         documents = None if documents is None else make_mask(documents)
-        lengths = self._lengths(() if documents is None else (documents,))
-        part = np.zeros((3, self.local_tokens), np.int64)
+        cut = self if documents is None else self.under(documents)
+        part = np.zeros((3, cut.local_tokens), np.int64)
         tokens, labels, positions = part
         labels[:] = IGNORE_INDEX
-        for run in self.layout.runs(self.rank):
+        for run in cut.layout.runs(cut.rank):
             positions[run.offset : run.offset + run.tokens] = np.arange(run.tokens) * run.stride + run.start
             real = run.real(self.length)
             here = slice(run.offset, run.offset + real)
             tokens[here], labels[here] = pair_at(sequence, range(run.start, run.start + real * run.stride, run.stride))
         if documents is not None:
-            labels[positions >= lengths[0]] = IGNORE_INDEX
+            labels[positions >= self._real(documents)] = IGNORE_INDEX
             starts, offsets = (np.array(n or (0,)) for n in (documents.starts, documents.position_offsets))
             positions -= offsets[np.searchsorted(starts, positions, side="right") - 1]
         return part
@@ -356,13 +357,6 @@ class SequenceShard:
         for rank, part in enumerate(parts):
             put(whole, part, self.layout, rank, dim)
         return whole
-
-    def _lengths(self, masks: Sequence[Mask]) -> list[int]:
-        """Return the tokens of masks of samples, which must have the documents that layout "balanced" was made for."""
-        lengths = [self._real(mask) for mask in masks]
-        if isinstance(self.layout, Balanced) and self.mask is not None:
-            require_same_documents((self.mask, *masks), (self._real(self.mask), *lengths))
-        return lengths
 
     def _real(self, mask: Mask) -> int:
         """Return the number of tokens of a mask: `length`, or fewer if the mask is made for fewer."""

@@ -92,13 +92,12 @@ class LocalBatch:
         documents = rows.documents
         masks = None if documents is None else tuple(map(_mask, documents, rows.parents))
         of_rows = masks or (None,) * len(rows)
-        cuts = [cut.under(mask) if mask else cut for mask in of_rows]
-        parts = [cuts[row].read(partial(rows.read, row), mask) for row, mask in enumerate(of_rows)]
+        parts = [cut.read(partial(rows.read, row), mask) for row, mask in enumerate(of_rows)]
         numbers = None
         if numbered:
-            pairs = zip(rows.places, cuts, strict=True)
-            numbers = torch.stack([own.positions() + row * cut.length for row, own in pairs])
-        weights = _weights(cuts, rows, of_rows) if getattr(rows, "weighted", False) else None
+            tokens = [cut.under(mask).positions() if mask else cut.positions() for mask in of_rows]
+            numbers = torch.stack([own + row * cut.length for row, own in zip(rows.places, tokens, strict=True)])
+        weights = _weights(cut, rows, of_rows) if getattr(rows, "weighted", False) else None
         return cls(torch.from_numpy(np.stack(parts, 1)), cut.length, masks, weights, numbers)
 
     @property
@@ -143,14 +142,14 @@ class LocalBatch:
             yield replace(self, ids=self.ids[:, rows], masks=masks, weights=weights, numbers=numbers)
 
 
-def _weights(cuts: Sequence[SequenceShard], samples: Any, masks: Sequence[Documents | Tree | None]) -> Tensor:
+def _weights(cut: SequenceShard, samples: Any, masks: Sequence[Documents | Tree | None]) -> Tensor:
     """Return the weights of this rank's labels, read to the places of the labels: their bits take the place of ids."""
 
     def bits(row: int, places: range) -> tuple[Ids, Ids]:
         found: Ids = samples.weights(row, places).astype(np.float64).view(np.int64)
         return found, found
 
-    found = [cuts[row].read(partial(bits, row), mask)[0].view(np.float64) for row, mask in enumerate(masks)]
+    found = [cut.read(partial(bits, row), mask)[0].view(np.float64) for row, mask in enumerate(masks)]
     return torch.from_numpy(np.stack(found))
 
 

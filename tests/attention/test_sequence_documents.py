@@ -158,8 +158,6 @@ def test_bad_input_is_refused_on_every_rank() -> None:
     ):
         with refused(words):
             one.batch(torch.zeros(2, 5, dtype=torch.int64), documents=wrong)
-    with refused("balanced | other documents | cut.under(documents)"):  # `take` and `join` would be for this layout
-        one.read(lambda places: (np.array(places), np.array(places)), Documents((2, 3)))
     one.batch(torch.zeros(2, 5, dtype=torch.int64), documents=[good & SlidingWindow(2), good])
 
 
