@@ -1,13 +1,15 @@
-"""The base model of adapters, as a file of adapters remembers it."""
+"""A model that a checkpoint needs but does not hold: the base of adapters, or the reference of preference training."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.dtypes import dtype_of
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.tensor_files import TensorFile
 
@@ -56,3 +58,11 @@ class Base:
         """Take the sample of the weights in open files, given the file of each."""
         shapes = hugging_face.expected_shapes(config)
         return cls.of(directory, shapes, lambda name, begin, end: files[name].read(name, begin, end))
+
+    def text(self, dtype: str) -> str:
+        """Return the sample as text, rounded as a model of a dtype holds it: equal only for weights that compute alike.
+
+        It is text because a checkpoint's JSON holds neither NaN nor infinity.
+        """
+        numbers = torch.tensor(self.sample, dtype=torch.float64).to(dtype_of(dtype)).tolist()
+        return " ".join(map(repr, numbers))

@@ -35,6 +35,7 @@ class RunProgress:
         tokenizer: Name of the run's tokenizer.
         skipped: Number of skipped steps among them.
         loss_scale: Loss scale, and number of steps since its last change; None unless weights are fp16.
+        reference: `Base.text` of the reference of preference training; None: none with weights of its own, or unknown.
     """
 
     step: int
@@ -42,6 +43,7 @@ class RunProgress:
     tokenizer: str
     skipped: int = 0
     loss_scale: tuple[float, int] | None = None
+    reference: str | None = None
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
@@ -164,6 +166,7 @@ def read_progress(checkpoint: Path) -> RunProgress:
         tokenizer=state["tokenizer"],
         skipped=int(state.get("skipped", 0)),
         loss_scale=None if scale is None else (float(scale[0]), scale[1]),
+        reference=state.get("reference"),
     )
 
 
@@ -222,6 +225,7 @@ def _read_state(path: Path) -> dict[str, Any] | str:
         "files": isinstance(files, dict) and all(_is_name(name) and _is_count(files[name]) for name in files),
         "skipped": _is_count(state.get("skipped", 0)),
         "loss_scale": _is_scale(state.get("loss_scale")),
+        "reference": isinstance(state.get("reference", ""), str),
         "checksums": isinstance(checksums, dict) and all(_is_name(name) for name in checksums),
     }
     wrong = [name for name, is_valid in valid.items() if not is_valid]

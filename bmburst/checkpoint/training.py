@@ -196,6 +196,7 @@ def _save_state(path: Path, progress: RunProgress, checksums: Mapping[str, int])
     state = {"format": FORMAT, "step": progress.step, "data": dict(progress.data)}
     state |= {"tokenizer": progress.tokenizer, "skipped": progress.skipped, "files": sizes}
     state |= {} if progress.loss_scale is None else {"loss_scale": list(progress.loss_scale)}
+    state |= {} if progress.reference is None else {"reference": progress.reference}
     state |= {"checksums": {name: text_of(checksums[name]) for name in sizes}}
     path.write_text(with_checksum(json.dumps(state, indent=2)), encoding="utf-8")
 

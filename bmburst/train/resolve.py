@@ -164,6 +164,8 @@ def check_paths(config: TrainConfig) -> None:
             _check_adapter(config, config.lora.init_from)
     if config.reference is not None:
         _check_reference(config, config.reference)
+    if config.dpo.is_on and config.resume is True and config.output is not None:
+        _check_resumed_reference(config, config.output)
     _check_tokens(config)
 
 
@@ -211,6 +213,15 @@ def _check_reference(config: TrainConfig, folder: Path) -> None:
             f"{option} {folder} has another tokenizer than the data, which have '{name}'\n"
             "allowed: one tokenizer for a model and its reference\nfix: another reference, or --data.tokenizer " + own
         )
+
+
+def _check_resumed_reference(config: TrainConfig, folder: Path) -> None:
+    """Check, before ranks start, that a run's newest checkpoint has the reference of the resumed run."""
+    from bmburst.checkpoint.files import newest_complete
+    from bmburst.train.reference import require_reference
+
+    if (newest := newest_complete(folder)) is not None:
+        require_reference(config, newest)
 
 
 def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaConfig:
@@ -261,6 +272,11 @@ def check_resumable(before: TrainConfig, now: TrainConfig, folder: Path) -> None
                     f"{leaf.name} {new} differs from {old}, the value of the run in {folder}\n"
                     f"fix: leave {leaf.name} out, or start a new run without --resume"
                 )
+    if before.dpo.is_on and now.dpo.is_on and before.reference is None and now.reference is not None:
+        raise UserError(
+            f"dpo.reference {now.reference} with --resume: the reference of the run in {folder} is its model without "
+            "adapters\nfix: leave dpo.reference out, or start a new run without --resume"
+        )
 
 
 def write_run_config(config: TrainConfig, folder: Path) -> Path:

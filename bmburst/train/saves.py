@@ -1,6 +1,7 @@
 """Checkpoints of a run: restores the newest one, and writes new ones beside training. `RunSaves`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import HOST, hardware_like
 from bmburst.train.config import TrainConfig
 from bmburst.train.machine import planned
+from bmburst.train.reference import reference_text, require_reference
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -37,6 +39,7 @@ class RunSaves(BackgroundSaves):
         super().__init__()
         self._config, self._model, self._optimizer, self._tokenizer = config, model, optimizer, tokenizer
         self._base: Base | None = None
+        self._reference = None if config.reference is None else reference_text(config, config.reference)
 
     def restore(self, folder: Path) -> RunProgress | None:
         """Load the newest complete checkpoint of the run folder, or the weights of `init_from`, as configured.
@@ -45,7 +48,8 @@ class RunSaves(BackgroundSaves):
             The progress of the checkpoint; None if the run begins.
 
         Raises:
-            UserError: `resume` is true and there is no checkpoint, or all are damaged, or it has another model.
+            UserError: `resume` is true and there is no checkpoint, or all are damaged, or it has another model
+                or another reference.
         """
         config, base = self._config, self._config.init_from
         newest = verified_together(folder) if config.resume else folder
@@ -62,6 +66,7 @@ class RunSaves(BackgroundSaves):
             if config.lora.init_from is not None:
                 adapter.load(self._model, verified_together(config.lora.init_from), self._base)
             return None
+        require_reference(config, newest)
         return load_checkpoint(newest, self._model, self._optimizer, base=self._base)
 
     def go_beside_training(self, folder: Path, progress: RunProgress) -> str:
@@ -101,7 +106,7 @@ class RunSaves(BackgroundSaves):
             folder,
             self._model,
             self._optimizer,
-            progress,
+            replace(progress, reference=self._reference),
             keep=self._config.keep_checkpoints,
             base=self._base,
             tokenizer=self._tokenizer,

@@ -1,14 +1,17 @@
 """Preference training that cannot work is refused before ranks start."""
 
 import json
+import shutil
 
 import pytest
 
 from bmburst.schedule.hardware import HOST, hardware_like
+from bmburst.train.config import DPOConfig
 from bmburst.train.machine import planned
 from bmburst.train.resolve import check_paths, check_resumable, resolve, write_run_config
 from bmburst.train.text import check_text
 from tests import chat, tiny
+from tests.distributed.programs import run_program
 from tests.refusals import refused
 from tests.train import preference_program as program
 
@@ -62,6 +65,40 @@ def test_a_run_that_did_not_share_prompts_resumes_as_it_began(folder, tmp_path):
     check_resumable(began, now, tmp_path)
     with refused("pack trees", "documents", "leave pack out"):
         check_resumable(began, resolve((file,), options(folder, pack="trees")), tmp_path)
+
+
+def test_a_resumed_run_keeps_its_reference(folder, tmp_path):
+    """It may be in another directory, but not another model."""
+    shutil.copytree(folder / "model", tmp_path / "moved")
+    tiny.save(tmp_path / "other", program.SHAPE, seed=1)
+    run_program(1, _resume_with, folder, tmp_path)
+    began = resolve((tmp_path / "run" / "config.json",))
+    adapted = resolve(options=options(folder, **{"lora.rank": 2}))
+    check_resumable(began, began, tmp_path)
+    with refused("dpo.reference", tmp_path / "other", "without adapters", "leave dpo.reference out"):
+        check_resumable(adapted, adapted.replace(dpo=DPOConfig(beta=0.1, reference=tmp_path / "other")), tmp_path)
+
+
+def _resume_with(folder, tmp_path):
+    from bmburst.train.trainer import Trainer
+
+    config = resolve(options=options(folder, output=tmp_path / "run"))
+    write_run_config(config, tmp_path / "run")
+    began = Trainer(config)
+    began.restore()
+    began.save()
+    resumed = config.replace(resume=True)
+    check_paths(resumed)
+    moved = resumed.replace(init_from=tmp_path / "moved")
+    check_paths(moved)
+    Trainer(moved).restore()
+    words = "another reference | other weights | --dpo.reference"
+    by_option = resumed.replace(dpo=DPOConfig(beta=0.1, reference=tmp_path / "other"))
+    for other in (resumed.replace(init_from=tmp_path / "other"), by_option):
+        with refused(words, tmp_path / "other"):
+            check_paths(other)
+    with refused(words, tmp_path / "other"):
+        Trainer(by_option).restore()
 
 
 @pytest.mark.parametrize("beta", ["0", "-0.1", "nan"])
