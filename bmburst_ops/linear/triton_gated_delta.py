@@ -16,7 +16,8 @@ fp32, but those of A, which are in TF32. Source of the chunks: arXiv:2412.06464,
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -94,26 +95,19 @@ def summarize(chunks: Chunks, values: Tensor, spans: Spans, of_matrices: Spans) 
         spans: The fragments. U is zero where they have no tokens.
         of_matrices: Likewise. M is the identity where they have no tokens.
     """
-    heads, value_dim = values.shape[2:]
-    key_dim, count = chunks.keys.shape[3], len(spans.begins)
+    (heads, value_dim), key_dim, count = values.shape[2:], chunks.keys.shape[3], len(spans.begins)
     transitions = _floats(values, count, heads, key_dim, key_dim)
     states = _floats(values, count, heads, key_dim, value_dim)
-    sizes = _sizes(chunks, values, tiles=1, stages=3)
-    blocks = sum(triton.cdiv(dim, sizes["block_columns"]) for dim in (value_dim, key_dim))
-    _scan_kernel[count * heads, blocks](
-        *(*_scanned(chunks), values, None, None, None, None, transitions, states, *spans, of_matrices.ends, 1.0),
-        **sizes,
-    )
+    given = values, None, None, None, None, transitions, states, *spans, of_matrices.ends, 1.0
+    _scan(_scan_kernel, chunks, given, spans, (value_dim, key_dim), tiles=1, stages=3)
     return transitions, states
 
 
 def outputs(chunks: Chunks, values: Tensor, before: Tensor | None, scale: float, spans: Spans) -> Tensor:
     """Return the outputs of all fragments, given the states before them, `[fragments, heads, key_dim, value_dim]`."""
     found = torch.empty_like(values)
-    sizes = _sizes(chunks, values, tiles=2, stages=2)
-    _scan_kernel[_grid(values, spans, sizes)](
-        *(*_scanned(chunks), values, before, found, None, None, None, None, *spans, None, scale), **sizes
-    )
+    given = values, before, found, None, None, None, None, *spans, None, scale
+    _scan(_scan_kernel, chunks, given, spans, values.shape[3:], tiles=2, stages=2)
     return found
 
 
@@ -123,20 +117,16 @@ def states_of_chunks(
     """Return the state before each chunk, `[chunks, heads, key_dim, value_dim]`, typed as values, and N."""
     states = values.new_empty(len(fragments.chunks), values.shape[2], chunks.keys.shape[3], values.shape[3])
     added = torch.empty_like(values)
-    sizes = _sizes(chunks, values, tiles=1, stages=3)
-    _scan_kernel[_grid(values, fragments.spans, sizes)](
-        *(*_scanned(chunks), values, before, None, states, added, None, None, *fragments.spans, None, 1.0), **sizes
-    )
+    given = values, before, None, states, added, None, None, *fragments.spans, None, 1.0
+    _scan(_scan_kernel, chunks, given, fragments.spans, values.shape[3:], tiles=1, stages=3)
     return states, added
 
 
 def start_gradients(chunks: Chunks, grad_out: Tensor, scale: float, spans: Spans) -> Tensor:
     """Return the gradients of the states before fragments through the outputs of each, as states, in fp32."""
     found = _floats(grad_out, len(spans.begins), grad_out.shape[2], chunks.keys.shape[3], grad_out.shape[3])
-    sizes = _sizes(chunks, grad_out, tiles=2, stages=2)
-    _reverse_kernel[_grid(grad_out, spans, sizes)](
-        *(*_scanned(chunks), grad_out, None, None, None, found, *spans, scale), **sizes
-    )
+    given = grad_out, None, None, None, found, *spans, scale
+    _scan(_reverse_kernel, chunks, given, spans, grad_out.shape[3:], tiles=2, stages=2)
     return found
 
 
@@ -146,10 +136,8 @@ def gradients_of_chunks(
     """Return the gradient of the state after each chunk, as `states_of_chunks`, and Y."""
     states = grad_out.new_empty(len(fragments.chunks), grad_out.shape[2], chunks.keys.shape[3], grad_out.shape[3])
     found = torch.empty_like(grad_out)
-    sizes = _sizes(chunks, grad_out, tiles=2, stages=1)
-    _reverse_kernel[_grid(grad_out, fragments.spans, sizes)](
-        *(*_scanned(chunks), grad_out, after, states, found, None, *fragments.spans, scale), **sizes
-    )
+    given = grad_out, after, states, found, None, *fragments.spans, scale
+    _scan(_reverse_kernel, chunks, given, fragments.spans, grad_out.shape[3:], tiles=2, stages=1)
     return states, found
 
 
@@ -192,14 +180,20 @@ def _floats(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
-def _scanned(chunks: Chunks) -> tuple[Tensor, ...]:
-    """Return what scans read of the chunks."""
-    return chunks.queries, chunks.keys, chunks.sums, chunks.beta, chunks.inverse
-
-
-def _grid(values: Tensor, spans: Spans, sizes: dict[str, int]) -> tuple[int, int]:
-    """Return the programs of a scan: fragments and heads, and columns of the state."""
-    return len(spans.begins) * values.shape[2], triton.cdiv(values.shape[3], sizes["block_columns"])
+def _scan(
+    kernel: Any,
+    chunks: Chunks,
+    given: tuple[Any, ...],
+    spans: Spans,
+    columns: Sequence[int],
+    *,
+    tiles: int,
+    stages: int,
+) -> None:
+    """Launch a scan: a program for each fragment, head and block of `columns`. `given` begins with the values."""
+    sizes = _sizes(chunks, given[0], tiles, stages)
+    grid = len(spans.begins) * sizes["heads"], sum(triton.cdiv(dim, sizes["block_columns"]) for dim in columns)
+    kernel[grid](chunks.queries, chunks.keys, chunks.sums, chunks.beta, chunks.inverse, *given, **sizes)
 
 
 def _sizes(chunks: Chunks, values: Tensor, tiles: int, stages: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ import pytest
 from bmburst.inference.generator import Generator
 from tests import chat, tiny
 from tests.distributed.started import Program, run_bmburst
-from tests.serve.test_serve import program
+from tests.serve.test_serve_program import program
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
