@@ -1,7 +1,6 @@
 """Fragments of a flat batch as kernels read them: their tokens and chunks, on the device."""
 
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -41,10 +40,11 @@ class Fragments(NamedTuple):
 @lru_cache(maxsize=64)
 def all_fragments(edges: tuple[int, ...], device: torch.device) -> Fragments:
     """Return the fragments between edges, without waiting for the device."""
-    numbers = [(n, i) for n, count in enumerate(_counts(edges)) for i in range(count)]
-    on_device = torch.tensor(edges, dtype=torch.int64).to(device)
-    chunks = torch.tensor(numbers, dtype=torch.int64).view(-1, 2).to(device)
-    return Fragments(chosen_spans(edges, tuple(range(len(edges) - 1)), device), on_device, chunks)
+    on_host = torch.tensor(edges, dtype=torch.int64)
+    spans = _spans(on_host)
+    numbers = torch.repeat_interleave(_counts(on_host))  # the fragment of each chunk
+    chunks = torch.stack((numbers, torch.arange(len(numbers)) - spans.firsts[numbers]), 1)
+    return Fragments(Spans(*(t.to(device) for t in spans)), on_host.to(device), chunks.to(device))
 
 
 @lru_cache(maxsize=64)
@@ -59,12 +59,18 @@ def chosen_spans(
         device: Device of the result.
         empty: Those of them that shall have no tokens.
     """
-    firsts = list(accumulate(_counts(edges), initial=0))
-    rows = [(edges[n], edges[n + (n not in empty)], firsts[n]) for n in chosen]
-    found = torch.tensor(rows, dtype=torch.int64)
-    return Spans(*found.view(-1, 3).to(device).T.contiguous())
+    numbers, without = (torch.tensor(each, dtype=torch.int64) for each in (chosen, empty))
+    begins, ends, firsts = (t[numbers] for t in _spans(torch.tensor(edges, dtype=torch.int64)))
+    ends = torch.where(torch.isin(numbers, without), begins, ends)
+    return Spans(*(t.to(device) for t in (begins, ends, firsts)))
 
 
-def _counts(edges: tuple[int, ...]) -> list[int]:
+def _spans(edges: Tensor) -> Spans:
+    """Return the tokens of all fragments, on the host."""
+    counts = _counts(edges)
+    return Spans(edges[:-1], edges[1:], counts.cumsum(0) - counts)
+
+
+def _counts(edges: Tensor) -> Tensor:
     """Return the number of chunks of each fragment."""
-    return [-(-(end - begin) // CHUNK) for begin, end in pairwise(edges)]
+    return edges.diff().add(CHUNK - 1).div(CHUNK, rounding_mode="floor")
