@@ -6,6 +6,8 @@ from types import MappingProxyType
 
 CHUNK = 64
 """Tokens of a chunk of fla's kernels."""
+DELTA_KINDS = ("gated_delta", "kda")
+"""Kinds of recurrences whose M is a matrix, of key_dim by key_dim for each head; that of the others is a number."""
 _LEAST = 64 * CHUNK  # tokens of a fragment: shorter ones compute more summaries than they save
 _COLUMNS = 64  # of a state in one program
 _PROGRAMS = MappingProxyType({"gated_delta": 2, "kda": 1, "decay": 1})  # of a multiprocessor at a time

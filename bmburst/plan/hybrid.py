@@ -32,7 +32,7 @@ from bmburst.schedule.layout import Zigzag
 from bmburst.schedule.mask import Causal
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.schedule.units import HeadShapes
-from bmburst_ops.fragments import CHUNK, fragment_tokens, fragments
+from bmburst_ops.fragments import CHUNK, DELTA_KINDS, fragment_tokens, fragments
 
 _MEASURED = 65_536 * 32 * 128 * 128  # tokens times numbers of a state
 RECURRENCE = MappingProxyType(
@@ -123,7 +123,7 @@ class RecurrentLayer:
     def costs(self, size: int, batch: int) -> tuple[LinearCost, LinearCost]:
         """Return the exchanges of the recurrence and of the convolution over `size` ranks."""
         heads, rows, _ = self.state or (0, 0, 0)
-        m = _STATE * heads * (rows * rows if self.kind in ("gated_delta", "kda") else 1)
+        m = _STATE * heads * (rows * rows if self.kind in DELTA_KINDS else 1)
         state = _STATE * prod(self.state or (0,))
         links = _LINKS * batch
         halo = ITEMSIZE["bfloat16"] * self.channels * (self.width - 1)

@@ -54,9 +54,10 @@ class Kind(ABC):
     def out(self, before: Tensor | None) -> Tensor:
         """Return the outputs, given the states before all fragments; None: zero."""
 
-    @abstractmethod
     def scanned_again(self, before: Tensor | None, grad_out: Tensor) -> Inputs:
-        """Return what both steps of the backward pass need, their last argument."""
+        """Return what both steps of the backward pass need, their last argument; or nothing."""
+        del before, grad_out
+        return ()
 
     @abstractmethod
     def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
@@ -95,11 +96,6 @@ class GatedDelta(Kind):
             self._chunks, self.inputs[2], before, self.recurrence.scale, self.fragments.spans
         )
         return found
-
-    def scanned_again(self, before: Tensor | None, grad_out: Tensor) -> Inputs:
-        """See `Kind.scanned_again`: nothing."""
-        del before, grad_out
-        return ()
 
     def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
         """See `Kind.state_gradients`."""

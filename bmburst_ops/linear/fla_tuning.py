@@ -45,7 +45,7 @@ HOPPER_CHOICES: Mapping[str, Choice] = MappingProxyType(
     }
 )
 """By the name of the kernel, its fastest choice on an H200 with 64K tokens and 32 heads of 128, where that is not the
-usual one. With these, both passes of the gated delta rule take 17.6 ms, and 20.1 ms with the usual ones; those of KDA
+usual one. With these, both passes of fla's gated delta rule take 17.6 ms, and 20.1 ms with the usual ones; those of KDA
 about 46 ms, and 51.0 ms."""
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from bmburst_ops.fragments import DELTA_KINDS
 from bmburst_ops.merge import accumulation_dtype
 
 EPSILON = 1e-6
@@ -64,7 +65,7 @@ class Recurrence:
     @property
     def is_delta(self) -> bool:
         """Whether M is a matrix `[heads, key_dim, key_dim]`."""
-        return self.kind in ("gated_delta", "kda")
+        return self.kind in DELTA_KINDS
 
     def state_shape(self, inputs: Inputs) -> tuple[int, ...]:
         """Return the shape of a state. The first dimension is independent of the others: heads, or channels."""
