@@ -321,17 +321,27 @@ def package_arguments(pattern: Band | Segments, q: Tensor, k: Tensor) -> Package
 def fa2_arguments(pattern: Band | Segments, q: Tensor, k: Tensor) -> PackageArguments:
     """Return the arguments of FlashAttention-2, as a package or inside torch.
 
-    The kernel ignores a right window of at least `max_seqlen_k`, which is wrong with more queries than keys. So
-    `max_seqlen_k` is set above the window. With `max_seqlen_q` = 1 the kernel assumes one query in every segment. So
+    The kernel ignores a right window of at least `max_seqlen_k`. A left window without a right one has a right window
+    of `max_seqlen_k` in it. Both are wrong with more queries than keys. So the right window is given, and
+    `max_seqlen_k` is set above it. With `max_seqlen_q` = 1 the kernel assumes one query in every segment. So
     `max_seqlen_q` is at least 2.
     """
-    if isinstance(pattern, Band) and k.shape[1] <= (pattern.right or 0):
+    if isinstance(pattern, Band) and k.shape[1] <= (_right(pattern, q.shape[1]) or 0):
         pattern = Segments(pattern, (0, q.shape[1]), (0, k.shape[1]))
     call = package_arguments(pattern, q, k)
     if call.queries is None:
         return call
-    longest_keys = max(call.longest_keys, (call.band.right or 0) + 1)
-    return call._replace(longest_queries=max(call.longest_queries, 2), longest_keys=longest_keys)
+    right = _right(call.band, call.longest_queries)
+    return call._replace(
+        band=Band(call.band.left, right),
+        longest_queries=max(call.longest_queries, 2),
+        longest_keys=max(call.longest_keys, (right or 0) + 1),
+    )
+
+
+def _right(band: Band, queries: int) -> int | None:
+    """Return how far to the right FlashAttention-2 has to be told to look; None: no bound on either side."""
+    return queries - 1 if band.right is None and band.left is not None else band.right
 
 
 class _Offsets(NamedTuple):

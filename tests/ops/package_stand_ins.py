@@ -28,12 +28,17 @@ class StandIn:
         self.gradients = self.deterministic = None  # of its last backward
 
     def pattern(self, q, k, causal, left, right, cu_q=None, cu_k=None, max_q=None, max_k=None, clamped=False):
-        """Return the pattern of the arguments. If clamped, a bound of at least the longest keys is no bound."""
+        """Return the pattern of the arguments.
+
+        If clamped, a bound of at least the longest keys is no bound, and beside a bound there is one of that length.
+        """
         left, right = (None if bound is None or bound < 0 else bound for bound in (left, right))
         assert not causal or left is right is None
         if clamped:
             most = k.shape[1] if max_k is None else max_k
             left, right = (None if bound is None or bound >= most else bound for bound in (left, right))
+            if (left is None) != (right is None):
+                left, right = (most if bound is None else bound for bound in (left, right))
         band = CAUSAL if causal else Band(left, right)
         if cu_q is cu_k is None:
             return band

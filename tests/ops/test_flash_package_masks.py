@@ -20,6 +20,8 @@ CASES = [
     (Band(60, 0), KEYS, QUERIES),  # a bound that binds nothing, and queries that see nothing
     (Band(0, 200), 220, 120),  # to the right further than there are keys, and yet a bound
     (Band(None, 3), QUERIES, KEYS),
+    (Band(1, None), 88, 44),
+    (Segments(Band(4, None), (0, 37, 40), (0, 9, 20)), 40, 20),
     (CAUSAL, KEYS, QUERIES),
     (Segments(CAUSAL, *CUT), QUERIES, KEYS),
     (Segments(FULL, *CUT), QUERIES, KEYS),
