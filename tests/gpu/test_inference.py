@@ -1,11 +1,14 @@
 """On real GPUs: sums in one kernel, and inference by heads and by tokens, eager and as CUDA graphs."""
 
+import gc
+
 import pytest
 import torch
 
 from bmburst.checkpoint.hugging_face import open_weights
 from bmburst.comm.groups import communicator
 from bmburst.comm.transports import small_sums
+from bmburst.inference.replay import Replay
 from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
 from bmburst.inference.session import Engine, GenerationBatch, Session
 from bmburst.inference.weights import ResidentWeights
@@ -124,6 +127,33 @@ def _graphs(place) -> None:
     assert found[0] == found[1]
     (whole,) = comm.all_gather(torch.tensor([tokens for tokens, *_ in found[0]], device=comm.device)).wait()
     assert all(torch.equal(each, whole[0]) for each in whole)
+
+
+def test_graphs_that_nothing_needs_do_not_end_a_capture() -> None:
+    number = torch.zeros(1, device="cuda")
+
+    def work() -> torch.Tensor:
+        for _ in range(5000):  # the collector would run, and free the graphs
+            cycle: list[object] = []
+            cycle.append(cycle)
+        return number + 1
+
+    replay = Replay(work)
+    replay()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                number.clone()
+            unneeded: list[object] = [graph]
+            unneeded.append(unneeded)
+            del graph, unneeded
+    finally:
+        gc.enable()
+    assert replay().item() == 1
+    assert gc.isenabled()
 
 
 def test_a_short_prompt_has_the_same_bits_called_captured_and_replayed(tmp_path) -> None:
