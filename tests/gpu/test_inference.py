@@ -156,10 +156,11 @@ def test_graphs_that_nothing_needs_do_not_end_a_capture() -> None:
     assert gc.isenabled()
 
 
-def test_a_short_prompt_has_the_same_bits_called_captured_and_replayed(tmp_path) -> None:
+@pytest.mark.parametrize("size", [1, *SIZES])
+def test_a_short_prompt_has_the_same_bits_called_captured_and_replayed(size: int, tmp_path) -> None:
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 320}
     tiny.save(tmp_path, "llama", vocab_size=67, **sizes)
-    run_nccl(1, _short, str(tmp_path))
+    run_nccl(size, _short, str(tmp_path))
 
 
 def _short(place) -> None:
