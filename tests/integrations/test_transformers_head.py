@@ -187,6 +187,18 @@ def test_ranks_notice_changed_logits_alike(comm: Any, family: str) -> None:
     assert -of_labels.sum().item() / 16 == pytest.approx(expected, rel=RELATIVE)
 
 
+@on_ranks(2)
+def test_a_loss_that_is_no_number_is_no_change_of_logits(comm: Any) -> None:
+    """Of one rank's tokens, where the output has another dtype: the other rank has numbers alone."""
+    model = _model("llama")
+    _returning_fewer_digits(model)
+    shapes, part = _of_head(model, model.lm_head), SplitSequences(mesh_of(comm), layout="contiguous").part(IDS)
+    with torch.no_grad():
+        model.model.norm.register_forward_hook(lambda _, __, hidden: hidden * torch.nan if comm.rank else hidden)
+        assert part.loss(model).isnan() == bool(comm.rank)
+    assert shapes == [ONE]
+
+
 @pytest.mark.parametrize("change", [_as_it_is, _returning_fewer_digits])
 def test_inference_mode_makes_no_logits_either(change: Any) -> None:
     model = _model("llama")
