@@ -40,6 +40,7 @@ from bmburst.integrations.transformers_head import (
     label_logps_of,
 )
 from bmburst.integrations.transformers_models import (
+    positions_of,
     recompute,
     refuse_other_tables,
     require_inputs,
@@ -346,7 +347,8 @@ class Part:
         if self.mesh.sequence.size > 1 and self.weights.are_compared(model):
             with self.mesh.world.checking():  # the other groups end, too
                 self.mesh.world.decided(compare)
-        ours: dict[str, Any] = {"attention_mask": self.mask, "position_ids": self.position_ids, "use_cache": False}
+        positions = positions_of(model, self.position_ids, self.mask.before)
+        ours: dict[str, Any] = {"attention_mask": self.mask, "position_ids": positions, "use_cache": False}
         with noise_of_whole_sequences(model, self.cut, self.mesh.sequence, is_tree=self.tree is not None):
             result = model(input_ids=self.input_ids, **(ours | inputs))
         found: Tensor | None = getattr(result, "logits", None)
@@ -413,7 +415,7 @@ class SplitSequences:
                 each document.
             position_ids: `[batch, length]` or `[1, length]`. As in transformers, a document begins where they do not
                 increase by 1, and documents do not see each other. Default: they restart in each document, if the other
-                arguments number documents, but not at padding.
+                arguments number documents, but not at padding (except in OPT, as in transformers).
             attention_mask: `[batch, length]`, 0 for padding, which may be before or after a document's tokens, and 1
                 for tokens, or the number of a token's document: 1, 2, 3, ... If there is padding or a number above 1,
                 the first token of a document is not counted as a label.
@@ -479,6 +481,7 @@ class SplitSequences:
             shape=(len(whole.input_ids), cut.local_tokens),
             length=cut.length,
             documents=whole.documents,
+            before=None if whole.before is None else whole.before.to(device),
         )
         return Part(
             input_ids=cut.take(whole.input_ids).to(device),

@@ -104,6 +104,7 @@ class SequenceMask:
         mask: Mask of one kind of layer; None until the model makes it with `layer_mask`.
         near: The tokens that these layers see, of this and of earlier turns.
         query_scale: Factor on the queries of these layers, `[samples or 1, local_tokens, 1, 1]`, or None.
+        before: Tokens of padding before each sample that its positions count, `[samples, 1]`, or None.
     """
 
     ndim = 4  # as a complete mask: models modify 2-dimensional masks
@@ -120,9 +121,10 @@ class SequenceMask:
         mask: MaskOption | None = None,
         near: Near = ALL,
         query_scale: Tensor | None = None,
+        before: Tensor | None = None,
     ) -> None:
         batch, tokens = shape
-        self.near, self.query_scale, self.start = near, query_scale, start
+        self.near, self.query_scale, self.start, self.before = near, query_scale, start, before
         self.shape = (batch, 1, tokens, tokens)  # models read the number of keys from the last dimension
         self.comm, self.options, self.length, self.documents, self.mask = comm, options, length, documents, mask
 

@@ -61,6 +61,8 @@ class WholeBatch:
     """1 for tokens, 0 for padding."""
     tree: PackedTree | None = None
     """The rows of the only sample, if it is a packed tree."""
+    before: Tensor | None = None
+    """Tokens of padding before each sample, `[batch, 1]`, that its positions count by default; None: none."""
 
 
 def batch_of_tree(tree: PackedTree, others: Mapping[str, object]) -> WholeBatch:
@@ -120,6 +122,7 @@ def whole_batch(
                 f"fix: leave {name} out; tokens after the documents are padding"
             )
         packed = _given(documents, input_ids)
+    are_given = position_ids is not None or documents is not None or bool(marks)
     if position_ids is None:
         position_ids = _positions(input_ids, packed if documents is not None or marks else ())
     own = _labels(input_ids, packed) if labels is None else labels
@@ -127,7 +130,9 @@ def whole_batch(
     real = torch.ones_like(input_ids) if numbers is None else (numbers > 0).long()
     for row, mask in enumerate(packed if documents is not None else ()):
         real[row if len(packed) > 1 else slice(None), mask.length :] = 0
-    return WholeBatch(input_ids, _counted(shifted, packed, numbers), position_ids, packed, largest, real)
+    before = None if are_given or numbers is None else (numbers > 0).long().argmax(1, keepdim=True)
+    counted = _counted(shifted, packed, numbers)
+    return WholeBatch(input_ids, counted, position_ids, packed, largest, real, before=before)
 
 
 def _require_known(others: Mapping[str, object]) -> None:

@@ -38,6 +38,10 @@ _CAST = "ToCopyBackward0"
 _CASTS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes through which an output may have gone."""
 
+_MARK = 1024.0
+"""A value behind the results, which a scale or a softcap of logits changes; 0 would stay 0. Every dtype represents it.
+"""
+
 OfHead = Callable[[Tensor, Tensor], Tensor]
 """Returns a tensor of one dimension for hidden states `[batch, local_tokens, features]` and the head's weight."""
 
@@ -144,10 +148,11 @@ class _Head:
             return nn.functional.linear(hidden, weight)
         found = self._compute(hidden, weight)
         self.numbers, vocabulary = len(found), len(weight)
-        rows = max(1, num_chunks(self.numbers, vocabulary))
+        # One mark at least: the results of a rank without a label are zeros or none, and ranks must notice alike.
+        rows = num_chunks(self.numbers + 1, vocabulary)
         with torch.inference_mode(False):  # inference tensors do not track in-place changes
             # As wide as logits: a model may set the logits of some tokens.
-            filled = nn.functional.pad(found, (0, rows * vocabulary - self.numbers))
+            filled = nn.functional.pad(found, (0, rows * vocabulary - self.numbers), value=_MARK)
             self.result = filled.reshape(1, rows, vocabulary).clone()  # not a view: FSDP2 warns about views
         self._version = self.result._version
         return self.result
@@ -165,7 +170,7 @@ class _Head:
             return True
         if result.grad_fn is None:
             casts = (result.to(low).to(found.dtype) for low in (found.dtype, *_CASTS))
-            return any(torch.equal(found, cast) for cast in casts)
+            return any(torch.allclose(found, cast, rtol=0, atol=0, equal_nan=True) for cast in casts)
         node = found.grad_fn
         while node is not None and node.name() == _CAST:
             node = node.next_functions[0][0]

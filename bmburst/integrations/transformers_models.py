@@ -42,6 +42,8 @@ _ATTENTION = frozenset({"attention", "chunked_attention", "full_attention", "sli
 _RELEASE = f"{READ}, or another model"
 _DRAWS = ("dropout", "jitter", "pdrop")
 """Parts of the names of rates above 0 with which layers draw random numbers: for dropout, or as noise of a router."""
+_COUNTS_TOKENS = frozenset({"opt"})
+"""Types that count positions in the attention_mask, so that those of a sample begin behind its padding."""
 _TABLE, _MARK = "ATTENTION_CLASSES", "refuses_own_tables"
 
 
@@ -250,6 +252,19 @@ def _rates(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield from _rates(value)
         elif isinstance(value, float) and value > 0 and any(part in key for part in _DRAWS):
             yield key, value
+
+
+def positions_of(model: nn.Module, positions: Tensor, before: Tensor | None) -> Tensor:
+    """Return the positions that a model gives to a rank's tokens.
+
+    Args:
+        model: A model that has passed `require_splittable`.
+        positions: Positions in the samples, `[batch, local_tokens]`.
+        before: Tokens of padding before each sample that the positions count, `[batch, 1]`; None: none.
+    """
+    if before is None or not any(part.config.model_type in _COUNTS_TOKENS for part in models_in(model)):
+        return positions
+    return (positions - before).clamp(min=0)
 
 
 def require_inputs(inputs: Mapping[str, object]) -> None:

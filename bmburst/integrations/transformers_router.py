@@ -129,7 +129,16 @@ def router_loss(model: object, share: Tensor, part: Tensor, total: Tensor | int,
 
 
 def _share(gate_logits: tuple[Tensor, ...], experts: int, top_k: int, real: Tensor, comm: Communicator) -> Tensor:
-    """Return this rank's share of the loss, a scalar."""
+    """Return this rank's share of the loss, a scalar.
+
+    Raises:
+        UserError: No layer has a router.
+    """
+    if not gate_logits:  # transformers fails, too
+        raise UserError(
+            "the router's loss was asked for, but no layer of the model has experts\n"
+            "fix: config.output_router_logits = False, or layers with experts"
+        )
     counts = torch.zeros(experts, dtype=torch.float64, device=real.device)
     sums: Tensor | float = 0.0
     for logits in gate_logits:

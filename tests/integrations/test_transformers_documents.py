@@ -18,7 +18,7 @@ from bmburst.integrations.transformers import SplitSequences, register
 from bmburst.integrations.transformers_batch import BATCH_KEYS, READ
 from bmburst_ops import IGNORE_INDEX
 from tests import tiny
-from tests.distributed.threads import mesh_of, run_ranks
+from tests.distributed.threads import mesh_of, on_ranks, run_ranks
 from tests.refusals import refused
 
 CLOSE = 1e-5
@@ -137,6 +137,24 @@ def test_each_document_is_as_alone(size: int) -> None:
                 raise AssertionError(name) from error
 
     run_ranks(size, body)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+@on_ranks(3)
+def test_positions_behind_padding_are_those_of_transformers(comm: CheckedCommunicator, family: str) -> None:
+    """OPT counts the tokens of the attention_mask; GPT-2 counts padding, too."""
+    register()
+    sizes = {"word_embed_proj_dim": 24, "ffn_dim": 40, "dropout": 0.0} if family == "opt" else {}
+    theirs, ours = (tiny.transformers_model(family, attention=each, **sizes).eval() for each in ("sdpa", "bmburst"))
+    mask = torch.ones_like(DRAWN)
+    mask[0, :5], mask[1, 29:] = 0, 0
+    split = SplitSequences(mesh_of(comm))
+    counted = (mask.cumsum(1) - 1).clamp(min=0)
+    for given in ({}, {"position_ids": torch.arange(31)[None].expand(2, -1)}, {"position_ids": counted}):
+        expected = theirs(DRAWN, attention_mask=mask, use_cache=False, **given).logits
+        part = split.part(DRAWN, attention_mask=mask, **given)
+        found = part.whole(part.logits(ours))
+        torch.testing.assert_close(found[mask > 0], expected[mask > 0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_collators_bounds() -> None:

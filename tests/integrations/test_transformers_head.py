@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from bmburst.integrations.transformers import SplitSequences, register
 from tests import tiny
-from tests.distributed.threads import mesh_of
+from tests.distributed.threads import mesh_of, on_ranks
 from tests.refusals import refused
 
 ALONE = mesh_of()
@@ -165,6 +165,38 @@ def test_logits_changed_in_place_are_noticed(changes: list[Any], without_gradien
         model.set_attn_implementation("bmburst")
         found = SplitSequences(ALONE).part(IDS, labels=labels).loss(model)
     assert found.item() == pytest.approx(expected.item(), rel=RELATIVE)
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2"])  # a scale, a softcap
+@on_ranks(2)
+def test_ranks_notice_changed_logits_alike(comm: Any, family: str) -> None:
+    """A rank without a label too: otherwise it would not call the model again, and the other one would wait for it."""
+    model = _model(family, **({"logits_scaling": 4.0} if family == "granite" else {"final_logit_softcapping": 2.0}))
+    labels = IDS.masked_fill(torch.arange(23) >= 9, -100)
+    mesh = mesh_of(comm)
+
+    def part(ranks: Any) -> Any:
+        return SplitSequences(ranks, layout="contiguous").part(IDS, labels=labels)
+
+    with torch.no_grad():
+        expected = part(ALONE).loss(model).item()
+        of_labels = part(mesh).whole(part(mesh).logps(model)[0])
+        loss = part(mesh).loss(model)
+    (total,) = comm.all_reduce(loss).wait()
+    assert total.item() / 2 == pytest.approx(expected, rel=RELATIVE)
+    assert -of_labels.sum().item() / 16 == pytest.approx(expected, rel=RELATIVE)
+
+
+@on_ranks(2)
+def test_a_loss_that_is_no_number_is_no_change_of_logits(comm: Any) -> None:
+    """Of one rank's tokens, where the output has another dtype: the other rank has numbers alone."""
+    model = _model("llama")
+    _returning_fewer_digits(model)
+    shapes, part = _of_head(model, model.lm_head), SplitSequences(mesh_of(comm), layout="contiguous").part(IDS)
+    with torch.no_grad():
+        model.model.norm.register_forward_hook(lambda _, __, hidden: hidden * torch.nan if comm.rank else hidden)
+        assert part.loss(model).isnan() == bool(comm.rank)
+    assert shapes == [ONE]
 
 
 @pytest.mark.parametrize("change", [_as_it_is, _returning_fewer_digits])

@@ -17,8 +17,8 @@ FAMILIES = ("mixtral", "qwen3_moe")
 LENGTH = 29
 
 
-def made(family, attention):
-    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.7, "num_hidden_layers": 2}
+def made(family, attention, **changes):
+    changes |= {"output_router_logits": True, "router_aux_loss_coef": 0.7, "num_hidden_layers": 2}
     changes |= {"num_experts": 6, "num_experts_per_tok": 2} if family == "qwen3_moe" else {}
     torch.manual_seed(3)
     model = tiny.transformers_model(family, attention=attention, **changes).double()
@@ -87,6 +87,8 @@ def test_equals_one_rank(size):
         part.logits(ours)
     with refused("rows of a tree | output_router_logits"):
         split.part(tree=pack_tree([[1, 2, 3], [1, 2, 4]])).loss(ours)
+    with refused("no layer | experts | output_router_logits"):
+        part.loss(made("qwen3_moe", "bmburst", mlp_only_layers=[0, 1]))
     recompute(ours.train(), "block-keep-attention")
     loss = split.part(**batches()[0][0]).loss(ours)
     ours.zero_grad()
