@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, Partial, Scoring, kernels_on, select_kernel
+from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, Scoring, kernels_on, select_kernel
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
 from bmburst_ops.flash.inputs import aligned, is_aligned
@@ -16,7 +16,7 @@ from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.machine import is_there, version_of
 from tests.ops.another_machine import AnotherMachine
 from tests.ops.masked import Masked
-from tests.ops.package_stand_ins import StandIn, fa2, fa3, fa4, older_fa3
+from tests.ops.package_stand_ins import cudnn, fa2, fa3, fa4, older_fa3
 from tests.ops.tiles import (
     EPSILON,
     Tile,
@@ -128,32 +128,7 @@ def test_alignment(view, fits):
 
 @pytest.mark.parametrize("case", [*CASES, (CAUSAL, 9, 4, 2, 2, 32, torch.bfloat16)], ids=str)
 def test_cudnn_is_called_as_it_wants(monkeypatch, case):
-    """Heads first and as many of K and V, no causal tile but squares, nothing of one token."""
-
-    made = StandIn(CudnnKernel())
-
-    def expect(q, k, causal):
-        assert q.shape[1] == k.shape[1] and min(q.shape[2], k.shape[2]) > 1
-        assert not causal or q.shape[2] == k.shape[2]
-
-    def forward(q, k, v, bias, wants_lse, dropout, causal, debug, *, scale):
-        assert (bias, wants_lse, dropout, debug) == (None, True, 0.0, False)
-        expect(q, k, causal)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out, lse = made.forward(q, k, v, scale, CAUSAL if causal else FULL)
-        return out.transpose(1, 2), lse[..., None], None, None, q.shape[1], k.shape[1], None, None, None
-
-    def backward(grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale):
-        assert lse.is_contiguous() and lse.shape == (*q.shape[:3], 1) and bias is cum_q is cum_k is None
-        assert (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
-        expect(q, k, causal)
-        grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
-        into = [torch.empty_like(t) for t in (q, k, v)]
-        made.backward(grad, q, k, v, out, lse[..., 0], scale, CAUSAL if causal else FULL, into)
-        return tuple(t.transpose(1, 2) for t in into)
-
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    made = cudnn(monkeypatch)
     kernel, tile = made.kernel, Masked(*case, device="cpu") if case[0] is CAUSAL else Tile(case, device="cpu")
     tile.q, tile.k, tile.v, tile.grad = (one_number_off(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     targets = room(tile.q, some_heads)
