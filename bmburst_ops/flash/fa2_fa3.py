@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bmburst_ops.flash.few_heads import backward_by_few_heads
 from bmburst_ops.flash.inputs import (
     CAPPED,
     PackageArguments,
@@ -95,7 +96,9 @@ class FlashAttention2Kernel(Kernel):
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        return backward_seen(part, given, without_cells(scoring.pattern, self.name), into)
+        return backward_seen(
+            backward_by_few_heads(self.name, part), given, without_cells(scoring.pattern, self.name), into
+        )
 
 
 def _options(call: PackageArguments, scoring: Scoring) -> dict[str, Any]:
@@ -192,7 +195,9 @@ class FlashAttention3Kernel(Kernel):
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        found = backward_seen(part, given, without_cells(scoring.pattern, self.name), into)
+        found = backward_seen(
+            backward_by_few_heads(self.name, part), given, without_cells(scoring.pattern, self.name), into
+        )
         return isolate_backward(found, given, scoring) if given.q.is_cuda else found
 
 

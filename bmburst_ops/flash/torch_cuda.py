@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from bmburst_ops.flash.few_heads import backward_by_few_heads, forward_by_few_heads, near
 from bmburst_ops.flash.inputs import (
     LATENT_WIDTHS,
     PACKED,
@@ -85,7 +86,7 @@ class TorchKernel(Kernel):
                 )
             return call.gradients(Gradients(*gradients), given.q.shape[0], into)
 
-        return backward_seen(part, given, without_cells(pattern, self.name), into)
+        return backward_seen(backward_by_few_heads(self.name, part), given, without_cells(pattern, self.name), into)
 
 
 def _window(call: PackageArguments) -> dict[str, int]:
@@ -158,7 +159,7 @@ class CudnnKernel(Kernel):
         def rectangle(q: Tensor, k: Tensor, v: Tensor, seen: PackedPattern, into: Partial | None) -> Partial:
             return forward_bottom_right(part, q, k, v, causal_or_full(seen, self.name), into)
 
-        return forward_seen(rectangle, q, k, v, band_of(pattern, self.name), into)
+        return forward_seen(forward_by_few_heads(self.name, rectangle), q, k, v, band_of(pattern, self.name), into)
 
     def backward(
         self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
@@ -170,7 +171,7 @@ class CudnnKernel(Kernel):
         def rectangle(given: BackwardInputs, seen: PackedPattern, into: Gradients | None) -> Gradients:
             return _rectangle_backward(given, causal_or_full(seen, self.name), scale, into)
 
-        return backward_seen(rectangle, given, band_of(pattern, self.name), into)
+        return backward_seen(backward_by_few_heads(self.name, rectangle), given, band_of(pattern, self.name), into)
 
 
 def _rectangle_backward(given: BackwardInputs, causal: bool, scale: float, into: Gradients | None) -> Gradients:
@@ -213,4 +214,4 @@ def _reduced(gradient: Tensor, kv_heads: int) -> Tensor:
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    return aligned(tensor).transpose(1, 2)
+    return near(aligned(tensor)).transpose(1, 2)

@@ -18,6 +18,7 @@ from bmburst_ops.flash import (
     ReferenceKernel,
     Scoring,
     Segments,
+    few_heads,
 )
 from bmburst_ops.flash.fa2_fa3 import FlashAttention2Kernel, FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
@@ -60,10 +61,11 @@ class StandIn:
     Args:
         kernel: What calls it.
         rule: The band that the package computes for a causal flag, bounds or None, and the longest queries and keys.
+        has_wide_offsets: Whether its offsets in backward have 64 bits.
     """
 
-    def __init__(self, kernel, rule):
-        self.kernel, self.rule, self.calls = kernel, rule, 0
+    def __init__(self, kernel, rule, has_wide_offsets=False):
+        self.kernel, self.rule, self.has_wide_offsets, self.calls = kernel, rule, has_wide_offsets, 0
         self.softcaps = set()  # that its functions were told; 0 and None are none
         self.asked = (None, None)  # memory that its last forward was to write to
         self.gradients = self.deterministic = None  # of its last backward
@@ -103,6 +105,7 @@ class StandIn:
         self.gradients, self.deterministic = into, deterministic
         assert all(is_aligned(t) and t.dtype is q.dtype for t in (dout, q, k, v, *into))
         assert dlse is not None or lse.is_contiguous()
+        assert self.has_wide_offsets or _padded(q, pattern) < few_heads.OFFSETS
         delta = (row_dots(dout, out) if q.ndim == 4 else row_dots(dout[None], out[None])[0]) - (
             0 if dlse is None else dlse
         )
@@ -114,6 +117,14 @@ class StandIn:
         mask = visible(pattern, four[1].shape[1], four[2].shape[1])
         for gradient, seen in zip(four[6:], (mask.any(1), mask.any(0), mask.any(0)), strict=True):
             gradient[:, ~seen] = torch.nan
+
+
+def _padded(q, pattern):
+    """Return the size of dQ in fp32 as flash-attn 2 and FlashAttention-3 allocate it."""
+    heads, head_dim = q.shape[-2:]
+    rows = len(q) + 128 * (len(pattern.queries) - 1) if q.ndim == 3 else len(q) * -(-q.shape[1] // 128) * 128
+    width = 32 if head_dim <= 128 else 64
+    return rows * heads * -(-head_dim // width) * width
 
 
 def check_statistic_memory(lse, shape):
@@ -213,7 +224,7 @@ def older_fa3(monkeypatch):
 
 
 def fa4(monkeypatch):
-    made = StandIn(FlashAttention4Kernel(), fa4_rule)
+    made = StandIn(FlashAttention4Kernel(), fa4_rule, has_wide_offsets=True)
 
     def read(q, k, causal, left, right, *segments):
         assert all(bound is None or bound >= 0 for bound in (left, right))
@@ -264,16 +275,18 @@ def torchs(monkeypatch):
 
 
 def cudnn(monkeypatch):
-    """Heads first and as many of K and V, no causal tile but squares, nothing of one token."""
-    made = StandIn(CudnnKernel(), fa4_rule)
+    """Heads first and as many of K and V, no causal tile but squares, nothing of one token, nothing far away."""
+    made = StandIn(CudnnKernel(), fa4_rule, has_wide_offsets=True)
 
-    def expect(causal, q, k):
+    def expect(causal, q, k, *others):
         assert q.shape[1] == k.shape[1] and min(q.shape[2], k.shape[2]) > 1
         assert not causal or q.shape[2] == k.shape[2]
+        for t in (q, k, *others):
+            assert sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) < few_heads.OFFSETS
 
     def forward(q, k, v, bias, wants_lse, dropout, causal, debug, *, scale):
         assert (bias, wants_lse, dropout, debug) == (None, True, 0.0, False)
-        expect(causal, q, k)
+        expect(causal, q, k, v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, lse = made.forward(q, k, v, scale, CAUSAL if causal else FULL)
         return out.transpose(1, 2), lse[..., None], None, None, q.shape[1], k.shape[1], None, None, None
@@ -281,7 +294,7 @@ def cudnn(monkeypatch):
     def backward(grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale):
         assert lse.is_contiguous() and lse.shape == (*q.shape[:3], 1) and bias is cum_q is cum_k is None
         assert (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
-        expect(causal, q, k)
+        expect(causal, q, k, v, grad, out)
         grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
         into = [torch.empty_like(t) for t in (q, k, v)]
         made.backward(grad, q, k, v, out, lse[..., 0], scale, CAUSAL if causal else FULL, into)
