@@ -13,7 +13,7 @@ from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
 from bmburst_ops.flash.inputs import aligned, is_aligned
 from bmburst_ops.flash.padded import PaddedKernel
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
-from bmburst_ops.machine import is_there, version_of
+from bmburst_ops.machine import beta_of, is_there, version_of
 from tests.ops.another_machine import AnotherMachine
 from tests.ops.masked import Masked
 from tests.ops.package_stand_ins import cudnn, fa2, fa3, fa4, older_fa3
@@ -164,9 +164,26 @@ def test_packages_are_found_without_import():
     assert version_of("pytest") == pytest.version_tuple[:3]
     assert is_there("this") and "this" not in sys.modules  # Python's own, which prints when it is imported
     assert version_of("flash-attn-0") is None and not is_there("flash_attn_0")
+    assert beta_of("flash-attn-0") is None and beta_of("pytest") is None
 
 
-ALL = {"flash-attn": (2, 8, 3), "flash-attn-4": (4, 0, 0), "flash_attn_interface": None}
+@pytest.mark.parametrize(
+    ("version", "beta"), [("4.0.0b36", 36), ("4.0.0a7.dev1", 7), ("4.0.0rc1", None), ("4.1", None)]
+)
+def test_betas_are_told_from_later_versions(tmp_path, monkeypatch, version, beta):
+    (tmp_path / "package_of_versions-1.dist-info").mkdir()
+    (tmp_path / "package_of_versions-1.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: package-of-versions\nVersion: {version}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for function in (version_of, beta_of):
+        function.cache_clear()
+    assert beta_of("package-of-versions") == beta
+    for function in (version_of, beta_of):
+        function.cache_clear()
+
+
+ALL = {"flash-attn": (2, 8, 3), "flash-attn-4": (4, 0, 0, 36), "flash_attn_interface": None}
 CAPPED = {"needs": ("softcap",)}
 BLOCKS = {"needs": ("blocks",)}
 HOPPER, AMPERE, BLACKWELL, GEFORCE = (9, 0), (8, 0), (10, 0), (12, 0)
@@ -177,6 +194,8 @@ HOPPER, AMPERE, BLACKWELL, GEFORCE = (9, 0), (8, 0), (10, 0), (12, 0)
     [
         (HOPPER, ALL, {}, False, "fa4"),
         (HOPPER, ALL, {"head_dim": 256}, True, "fa4"),
+        (HOPPER, {"flash-attn-4": (4, 0, 0)}, {}, False, "fa4"),
+        (HOPPER, {"flash-attn-4": (4, 0, 0, 35)}, {}, False, "cudnn"),
         (HOPPER, {"flash_attn_interface": None}, {}, False, "fa3"),
         (HOPPER, {"flash_attn_interface": None}, {}, True, "torch"),
         (HOPPER, {}, {}, False, "cudnn"),
@@ -216,6 +235,7 @@ def test_the_fastest_that_can_is_chosen(capability, installed, options, determin
     [
         ("fa4", HOPPER, {}, {}, False, "package flash-attn-4"),
         ("fa4", HOPPER, {"flash-attn": (2, 8, 3)}, {}, False, "package flash-attn-4"),
+        ("fa4", HOPPER, {"flash-attn-4": (4, 0, 0, 35)}, {}, False, "flash-attn-4 4.0.0b36 or newer | 4.0.0b35"),
         ("fa4", AMPERE, ALL, {}, False, "Hopper or Blackwell | a GPU"),
         ("fa4", BLACKWELL, ALL, {"head_dim": 136}, False, "multiples of 8 up to 128 | 136"),
         ("fa4", HOPPER, ALL, {"head_dim": 100}, False, "multiples of 8 up to 256 | 100"),
