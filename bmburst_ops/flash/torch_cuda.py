@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.few_heads import backward_by_few_heads, forward_by_few_heads, near
+from bmburst_ops.flash.few_segments import backward_by_few_segments, forward_by_few_segments
 from bmburst_ops.flash.inputs import (
     LATENT_WIDTHS,
     PACKED,
@@ -63,7 +64,7 @@ class TorchKernel(Kernel):
             )
             return call.partial(result, lse, q, into)
 
-        return forward_seen(part, q, k, v, without_cells(pattern, self.name), into)
+        return forward_seen(forward_by_few_segments(part), q, k, v, without_cells(pattern, self.name), into)
 
     def backward(
         self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
@@ -86,7 +87,8 @@ class TorchKernel(Kernel):
                 )
             return call.gradients(Gradients(*gradients), given.q.shape[0], into)
 
-        return backward_seen(backward_by_few_heads(self.name, part), given, without_cells(pattern, self.name), into)
+        calls = backward_by_few_segments(backward_by_few_heads(self.name, part))
+        return backward_seen(calls, given, without_cells(pattern, self.name), into)
 
 
 def _window(call: PackageArguments) -> dict[str, int]:

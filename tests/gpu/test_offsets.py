@@ -1,4 +1,4 @@
-"""Tensors of more than 2^31 numbers: every 16-bit kernel gives for some heads what it gives for these heads alone."""
+"""More numbers and more documents than 32 and 16 bits count, by every 16-bit kernel: parts alone give the same."""
 
 import pytest
 import torch
@@ -49,3 +49,27 @@ def hold(name, results, wanted):
         dim = 2 if place == 1 else 1
         for a, b in zip(ours.split(16384, dim), theirs.split(16384, dim), strict=True):
             assert (a.float() - b.float()).norm() <= 2.0**-8 * b.float().norm(), (name, place)
+
+
+def test_more_documents_than_a_grid_counts():
+    """Each half of the documents alone gives the same."""
+    count, length = 70_000, 3
+    tokens, half = count * length, count // 2 * length
+    draw = torch.Generator(device="cuda").manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(1, tokens, n, 64, dtype=torch.bfloat16, device="cuda", generator=draw) for n in (2, 1, 1, 2)
+    )
+
+    def results(kernel, part):
+        edges = tuple(range(0, (part.stop - part.start) + 1, length))
+        scoring = Scoring(Segments(CAUSAL, edges, edges), 0.125)
+        inputs = [t[:, part] for t in (q, k, v)]
+        found = kernel.forward(*inputs, scoring)
+        given = BackwardInputs(grad[:, part], *inputs, found.lse, row_dots(grad[:, part], found.out))
+        return *found, *kernel.backward(given, scoring, deterministic=False)
+
+    for kernel in able_kernels(Segments(CAUSAL, (0, 1), (0, 1))):
+        whole = results(kernel, slice(0, tokens))
+        for part in (slice(0, half), slice(half, tokens)):
+            at = (*(t[..., part] if t.dim() == 3 else t[:, part] for t in whole),)
+            hold(kernel.name, at, results(kernel, part))

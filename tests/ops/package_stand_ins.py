@@ -19,6 +19,7 @@ from bmburst_ops.flash import (
     Scoring,
     Segments,
     few_heads,
+    few_segments,
 )
 from bmburst_ops.flash.fa2_fa3 import FlashAttention2Kernel, FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
@@ -61,7 +62,7 @@ class StandIn:
     Args:
         kernel: What calls it.
         rule: The band that the package computes for a causal flag, bounds or None, and the longest queries and keys.
-        has_wide_offsets: Whether its offsets in backward have 64 bits.
+        has_wide_offsets: Whether its offsets in backward have 64 bits, and its grids one dimension.
     """
 
     def __init__(self, kernel, rule, has_wide_offsets=False):
@@ -79,6 +80,7 @@ class StandIn:
         for side, most, count in ((cu_q, max_q, len(q)), (cu_k, max_k, len(k))):
             assert side.dtype is torch.int32 and side.is_contiguous() and side[0] == 0 and side[-1] == count
             assert side.diff().max() <= most
+        assert self.has_wide_offsets or len(cu_q) - 1 <= few_segments.MOST
         # With one query at most, flash-attn 2 takes every segment to have one.
         assert self.rule is not fa2_rule or max_q > 1
         return Segments(self.rule(causal, left, right, max_q, max_k), *(tuple(side.tolist()) for side in (cu_q, cu_k)))
