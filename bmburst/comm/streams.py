@@ -15,12 +15,13 @@ this pool. Where each training step has its own documents, a graph that needs sl
 its full size to the pool. So the memory is allocated in one piece, with a margin.
 """
 
+import gc
 import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
@@ -281,6 +282,21 @@ def is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Return a context without Python's cyclic garbage collector, for the capture of a CUDA graph.
+
+    A capture fails if an object that is freed during it makes a call that captures do not allow. Another graph is one.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class FixedBuffers:
     """Buffers of a process that stay in place from call to call, one for each device, stream (thread) and name."""
 
@@ -336,7 +352,7 @@ def _record(cuda: Any, work: Callable[[], None], varying: int) -> tuple[Any, obj
     """Capture the work without running it; return the graph and the objects that must live as long."""
     stream, pool = _capture_resources(cuda, cuda.current_stream())
     graph = cuda.CUDAGraph()
-    with cuda.stream(stream), collect_vectors() as vectors:
+    with cuda.stream(stream), paused_collector(), collect_vectors() as vectors:
         graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         try:
             if varying:  # freed at once: the pool then serves the work's tensors from this block

@@ -97,9 +97,18 @@ class KVCache:
         keys, values = self._memory[layer, :, sequence, tokens.slice, kv_heads.slice].unsqueeze(1)
         return keys, values
 
-    def copy_from(self, other: "KVCache", sequence: int, tokens: int) -> None:
-        """Copy the first tokens of the only sequence of another cache to the start of a sequence of this one."""
-        self._memory[:, :, sequence, :tokens].copy_(other._memory[:, :, 0, :tokens])
+    def copy_from(self, whole: "KVCache", sequence: int, tokens: int) -> None:
+        """Copy this rank's part of the first tokens of a sequence to the start of one of this cache.
+
+        Args:
+            whole: A cache of all heads and tokens of one sequence.
+            sequence: The sequence of this cache.
+            tokens: Number of tokens, over all ranks.
+        """
+        split = self.split
+        heads = slice(split.head_group * split.own_kv_heads, (split.head_group + 1) * split.own_kv_heads)
+        found = whole._memory[:, :, 0, split.token_group : tokens : split.token_groups, heads]
+        self._memory[:, :, sequence, : split.tokens(tokens)].copy_(found)
 
     def advance(self, sequence: int, tokens: int) -> None:
         """Add the tokens that prefill has written to a sequence's length."""

@@ -9,7 +9,7 @@ whole prompt, a chunk of it and a further turn are the same operation: append ne
   rank to rank. Partial outputs are passed with the queries and merged by their log-sum-exp; cached keys and values
   are never sent (pass-Q of arXiv:2411.01783).
 
-Prompts of different lengths are packed as documents. On one GPU, a short prompt runs as a CUDA graph.
+Prompts of different lengths are packed as documents. A short prompt runs as a CUDA graph.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +95,7 @@ class Prefill:
 
     @cached_property
     def _short(self) -> ShortPrompts | None:
-        return ShortPrompts.on_gpu(self._weights, self._comm, self._kernel) if self._is_causal else None
+        return ShortPrompts.on_gpus(self._weights, self._comm, self._kernel) if self._is_causal else None
 
     def _mask_of(self, chunk: Chunk) -> Mask:
         if self._is_causal:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.comm.streams import paused_collector
+
 
 class Replay:
     """Work on tensors that stay in place: called the first time, captured the second time, and replayed from then on.
@@ -34,7 +36,8 @@ class Replay:
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             # thread_local: other threads, such as NCCL's watchdog, may use CUDA during the capture.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+            with paused_collector(), capture:
                 if self._temporary:  # freed at once: the work is served from this block
                     torch.empty(self._temporary, dtype=torch.uint8, device="cuda")
                 self._result = self._work()

@@ -1,4 +1,8 @@
-"""Short prompts on one GPU as CUDA graphs: launching their kernels takes the host longer than running them the GPU."""
+"""Short prompts on GPUs as CUDA graphs: launching their kernels takes the host longer than running them the GPU.
+
+Over several ranks, each has all weights and computes the whole prompt alone. Dividing the prompt would save less time
+of the GPU than the exchange of heads takes the host.
+"""
 
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -7,80 +11,70 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmburst.blocks.config import LlamaConfig
 from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.communicator import gather_objects
+from bmburst.comm.groups import single_rank_group
 from bmburst.inference.cache import KVCache
 from bmburst.inference.chunks import ChunkStep, make_chunks
 from bmburst.inference.replay import Replay
 from bmburst.inference.weights import ModelWeights
-from bmburst.plan.counts import block_matrices
-from bmburst.plan.inference import InferenceMemory
+from bmburst.plan.inference import SHORT_STEP, ShortPromptLimits
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.mask import causal_mask
 from bmburst_ops.flash import select_kernel
 
-STEP = 128
-"""Prompts are padded to a multiple of these tokens."""
-_FLOPS = 9e11  # products of a layer that take an H200 about as long as its host launches the kernels of one: 1.3 ms
-_MOST = 2048  # tokens: each length has a graph, which its second prompt captures
-_KEPT = 0.01  # fraction of a GPU's memory that graphs may keep: a quarter of `bmburst.plan.inference.RESERVE`
-_SPARE = 1.25  # of the temporary memory of a graph: the allocator rounds
 Work = Callable[[], Tensor]
 
 
 class ShortPrompts:
-    """Prefill of one new sequence on one GPU, for lengths at which the GPU would wait for its host.
+    """Prefill of one new sequence, for lengths at which a GPU would wait for its host.
 
     Prompts are padded; causal attention does not see what follows a token. For each padded length a graph fills a cache
-    of its own, whose tokens are copied to the cache of the sequence. So the hidden states of a prompt have the same
-    bits at each call, whether it is called, captured or replayed.
+    of its own with all heads. This rank's heads and tokens are copied from it to the cache of the sequence. So the
+    hidden states of a prompt have the same bits at each call, whether it is called, captured or replayed.
 
     Args:
         weights: The model, on one device. Its rotary embedding does not depend on the length of the prompt.
-        comm: This rank alone.
+        alone: The group of this rank alone.
         kernel: See `burst_attention`.
-        most: Most tokens of a prompt, a multiple of `STEP`.
+        most: Most tokens of a prompt, a multiple of `SHORT_STEP`.
         replay: Returns what runs the work of a padded length again and again.
     """
 
     def __init__(
         self,
         weights: ModelWeights,
-        comm: CheckedCommunicator,
+        alone: CheckedCommunicator,
         kernel: str,
         most: int,
         replay: Callable[[Work], Work],
     ) -> None:
-        self._weights, self._comm, self._kernel = weights, comm, kernel
+        self._weights, self._alone, self._kernel = weights, alone, kernel
         self.most, self._replay = most, replay
         self._mask = causal_mask(weights.config.sliding_window)
         self._prompts: dict[int, _PaddedPrompt] = {}
 
     @classmethod
-    def on_gpu(cls, weights: ModelWeights, comm: CheckedCommunicator, kernel: str) -> "ShortPrompts | None":
-        """Return the short prompts of a model on a GPU; None if no prompt runs as a graph there."""
-        config, scaling, dtype = weights.config, weights.config.rope_scaling, weights.dtype
-        if comm.size > 1 or not weights.is_resident or weights.device.type != "cuda":
+    def on_gpus(cls, weights: ModelWeights, comm: CheckedCommunicator, kernel: str) -> "ShortPrompts | None":
+        """Return the short prompts of a model; None if no prompt runs as a graph. Every rank of the group must call."""
+        if comm.device.type != "cuda":
             return None
-        q, k = (
-            torch.empty(1, STEP, heads, config.head_dim, dtype=dtype, device=weights.device)
-            for heads in (config.num_heads, config.num_kv_heads)
-        )
-        needs = causal_mask(config.sliding_window).needs
-        if (scaling and scaling.kind == "dynamic") or not select_kernel(kernel, q, k, False, needs).recordable:
+        device = torch.cuda.get_device_properties(weights.device).total_memory
+        limits = ShortPromptLimits.of(weights.config, weights.dtype.itemsize, device)
+        most = limits.most if _can_capture(weights, kernel) else 0
+        if comm.size > 1:  # other prompts are divided, so all ranks must decide alike
+            most = min(gather_objects(comm.inner, most))
+        if not most:
             return None
-        memory = InferenceMemory(config=config, split=_alone(config), itemsize=dtype.itemsize, chunk_tokens=_MOST)
-        most = most_tokens(memory, torch.cuda.get_device_properties(weights.device).total_memory)
-        pool = torch.cuda.graph_pool_handle()
-        replay = partial(Replay, pool=pool, temporary=int(_SPARE * memory.prefill(most)))
-        return cls(weights, comm, kernel, most, replay) if most else None
+        replay = partial(Replay, pool=torch.cuda.graph_pool_handle(), temporary=limits.temporary)
+        return cls(weights, single_rank_group(comm), kernel, most, replay)
 
     def __call__(self, cache: KVCache, sequence: int, ids: np.ndarray) -> Tensor:
         """Fill an empty sequence of a cache and return the hidden state of the last token, `[1, hidden_size]`."""
-        padded = -(-len(ids) // STEP) * STEP
+        padded = -(-len(ids) // SHORT_STEP) * SHORT_STEP
         if padded not in self._prompts:
             (chunk,) = make_chunks([(0, 0, padded)], padded, 1)
-            step = ChunkStep(self._weights, self._comm, self._kernel, self._own_cache, chunk, self._mask)
+            step = ChunkStep(self._weights, self._alone, self._kernel, self._own_cache, chunk, self._mask)
             self._prompts[padded] = _PaddedPrompt(step, padded, self._replay)
         hidden = self._prompts[padded](ids)
         cache.copy_from(self._own_cache, sequence, len(ids))
@@ -91,7 +85,8 @@ class ShortPrompts:
     def _own_cache(self) -> KVCache:
         weights = self._weights
         with torch.inference_mode(False):  # the caller may be in inference mode, later ones may not be
-            return KVCache(weights.config, _alone(weights.config), 1, self.most, weights.dtype, weights.device)
+            split = CacheSplit.choose("auto", 1, 0, weights.config.num_heads, weights.config.num_kv_heads)
+            return KVCache(weights.config, split, 1, self.most, weights.dtype, weights.device)
 
 
 class _PaddedPrompt:
@@ -115,18 +110,11 @@ class _PaddedPrompt:
         return self._step.compute(*self._inputs)[0].index_select(0, self._last)
 
 
-def _alone(config: LlamaConfig) -> CacheSplit:
-    return CacheSplit.choose("auto", 1, 0, config.num_heads, config.num_kv_heads)
-
-
-def most_tokens(memory: InferenceMemory, device_bytes: int) -> int:
-    """Return the most tokens of a short prompt, a multiple of `STEP`; 0 if graphs would keep too much memory.
-
-    Args:
-        memory: The memory of the model on one rank.
-        device_bytes: Bytes of the GPU's memory.
-    """
-    most = min(_MOST, int(_FLOPS / (2 * block_matrices(memory.config)))) // STEP * STEP
-    while most and memory.cache(1, most) + _SPARE * memory.prefill(most) > _KEPT * device_bytes:
-        most -= STEP
-    return most
+def _can_capture(weights: ModelWeights, kernel: str) -> bool:
+    config = weights.config
+    q, k = (
+        torch.empty(1, SHORT_STEP, heads, config.head_dim, dtype=weights.dtype, device=weights.device)
+        for heads in (config.num_heads, config.num_kv_heads)
+    )
+    needs = causal_mask(config.sliding_window).needs
+    return weights.is_resident and select_kernel(kernel, q, k, False, needs).recordable

@@ -31,6 +31,14 @@ TOKENS_OF_RANK = 65536
 """Default number of tokens per rank in a chunk of prefill."""
 RESERVE = 0.04
 """Fraction of a device that is reserved for torch, libraries, CUDA graphs and fragmentation."""
+SHORT_STEP = 128
+"""Tokens to whose multiples short prompts are padded; each of these lengths has a CUDA graph."""
+_MOST_SHORT = 2048  # tokens
+_SHORT_FLOPS = (
+    9e11  # products of a layer that take an H200 about as long as its host launches a layer's kernels: 1.3 ms
+)
+_GRAPHS = 0.01  # fraction of a GPU's memory that graphs may keep: a quarter of `RESERVE`
+_SPARE = 1.25  # of the temporary memory of a graph: the allocator rounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +98,38 @@ class InferenceMemory:
     def longest(self, available: float, sequences: int = 1) -> int:
         """Return the longest length at which `sequences` sequences fit in `available` bytes; 0 if none fits."""
         return bisect_left(range(1, 1 << 40), True, key=lambda length: self.total(sequences, length) > available)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortPromptLimits:
+    """Prompts that run as CUDA graphs. Each GPU computes a whole one, since the exchange of heads would take longer.
+
+    Attributes:
+        memory: The memory of a GPU that computes a prompt alone.
+        most: Most tokens of a prompt, a multiple of `SHORT_STEP`: the GPU takes about as long as its host, or graphs
+            keep as much memory as they may. 0: no prompt runs as a graph.
+    """
+
+    memory: InferenceMemory
+    most: int
+
+    @classmethod
+    def of(cls, config: LlamaConfig, itemsize: int, device: float) -> "ShortPromptLimits":
+        """Return the short prompts of a model with weights of `itemsize` bytes on GPUs with `device` bytes."""
+        split = CacheSplit.choose("auto", 1, 0, config.num_heads, config.num_kv_heads)
+        memory = InferenceMemory(config=config, split=split, itemsize=itemsize, chunk_tokens=_MOST_SHORT)
+        scaling = config.rope_scaling
+        is_dynamic = scaling is not None and scaling.kind == "dynamic"  # it depends on the length of the prompt
+        most = 0 if is_dynamic else min(_MOST_SHORT, int(_SHORT_FLOPS / (2 * block_matrices(config))))
+        found = cls(memory, most // SHORT_STEP * SHORT_STEP)
+        while found.most and memory.cache(1, found.most) + found.temporary > _GRAPHS * device:
+            found = cls(memory, found.most - SHORT_STEP)
+        return found
+
+    @property
+    def temporary(self) -> int:
+        """Bytes of temporary memory that the graphs share."""
+        return int(_SPARE * self.memory.prefill(self.most))
 
 
 def chunk_of(chunk_tokens: int | None, ranks: int, name: str = "chunk_tokens") -> int:
@@ -348,7 +388,17 @@ def counts(gpus: int) -> tuple[int, ...]:
 
 
 def _first_token(task: GenerationTask, split: CacheSplit, hardware: Hardware) -> float:
-    """Return the seconds of prefill: attention by the cost model, products, elementwise operations, and one head."""
+    """Return the seconds of prefill and of one head. A short prompt does not wait for the host."""
+    work = task.work
+    head = work.itemsize * table(task.model) / split.ranks / (_READ * read_bandwidth(hardware))
+    short = ShortPromptLimits.of(task.model, work.itemsize, hardware.memory)
+    if task.batch == 1 and task.prompt <= short.most:
+        return _prefill(task, short.memory.split, hardware)[0] + head
+    return max(_prefill(task, split, hardware)) + head
+
+
+def _prefill(task: GenerationTask, split: CacheSplit, hardware: Hardware) -> tuple[float, float]:
+    """Return the seconds of a GPU, for attention, products and elementwise operations, and those of its host."""
     model, work, gpus = task.model, task.work, split.ranks
     alone = Candidate(
         task=Task(model=model, sequence=max(task.prompt, gpus), gpus=gpus, dtype=task.dtype)  # type: ignore[arg-type]
@@ -358,14 +408,14 @@ def _first_token(task: GenerationTask, split: CacheSplit, hardware: Hardware) ->
         name = "heads" if split.token_groups == 1 else "ring" if split.head_groups == 1 else "heads+ring"
         degree = split.head_groups if name == "heads+ring" else None
     chosen = with_attention_choice(alone, name, degree, hardware)
-    attention = model.num_layers * task.batch * chosen.attention_cost(hardware).forward.total
+    cost = chosen.attention_cost(hardware)
+    attention = model.num_layers * task.batch * cost.forward.total
     rows = min(TOKENS_OF_RANK, -(-task.batch * task.prompt // gpus))
     products = hardware.matmul_seconds(work.products(task.prompt) / gpus, rows)
     elementwise = hardware.memory_seconds(work.elementwise(task.prompt) / gpus)
-    head = work.itemsize * table(model) / gpus / (_READ * read_bandwidth(hardware))
     chunks = -(-task.batch * task.prompt // (TOKENS_OF_RANK * gpus))
-    host = chunks * model.num_layers * hardware.layer_host * _FORWARD
-    return max(attention + products + elementwise, host) + head
+    host = chunks * model.num_layers * (hardware.layer_host * _FORWARD + cost.launch)
+    return attention + products + elementwise, host
 
 
 def _token(task: GenerationTask, split: CacheSplit, length: int, hardware: Hardware) -> float:

@@ -79,11 +79,13 @@ class AttentionCost:
         forward: Seconds of the GPU, forward.
         backward: Seconds of the GPU, backward.
         host: Seconds that the GPU waits for the host in both passes; above 0 for short sequences only.
+        launch: Seconds of the host to launch the forward pass, if there are several ranks.
     """
 
     forward: Pass
     backward: Pass
     host: float = 0.0
+    launch: float = 0.0
 
     @property
     def total(self) -> float:
@@ -92,7 +94,8 @@ class AttentionCost:
 
     def times(self, calls: float) -> "AttentionCost":
         """Return the cost of several calls, one after the other."""
-        return AttentionCost(self.forward.times(calls), self.backward.times(calls), calls * self.host)
+        passes = self.forward.times(calls), self.backward.times(calls)
+        return AttentionCost(*passes, calls * self.host, calls * self.launch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +186,10 @@ class Problem:
             strategy: As `in_units` returns it.
         """
         cost = _StrategyCost(self, strategy, replace(self.shapes, degree=strategy.ulysses_degree))
-        forward, backward = (cost.run(backward=direction) for direction in (False, True))
-        waits = (
-            max(0.0, cost.host_seconds(backward=direction) - HOST_HIDDEN * each.total)
-            for direction, each in ((False, forward), (True, backward))
-        )
-        return AttentionCost(forward, backward, sum(waits))
+        passes = [(cost.run(backward=way), cost.host_seconds(backward=way)) for way in (False, True)]
+        waits = sum(max(0.0, launch - HOST_HIDDEN * each.total) for each, launch in passes)
+        (forward, launch), (backward, _) = passes
+        return AttentionCost(forward, backward, waits, launch)
 
     def head_seconds(self, shapes: HeadShapes, *, backward: bool = False, keys_stay: bool = False) -> float:
         """Return the seconds of one head in a pass on the rank with the most work.

@@ -1,5 +1,6 @@
 """When work is called, when it is recorded, and when what was recorded is started instead; GPUs are in tests/gpu."""
 
+import gc
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -29,10 +30,12 @@ class Graph:
         self.cuda, self.starts = cuda, 0
 
     def capture_begin(self, *, pool, **_):
+        assert not gc.isenabled()  # another graph that is freed now would end the capture
         self.pool = pool
         self.cuda.log.append("begin")
 
     def capture_end(self):
+        assert not gc.isenabled()
         self.cuda.graphs.append(self)
         self.cuda.log.append("end")
 

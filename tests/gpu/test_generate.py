@@ -14,7 +14,7 @@ from tests.integrations import recurrent_program as program
 pytestmark = pytest.mark.gpu
 # Those that all releases of transformers have whose caches have states.
 TYPES = ({*program.ANSWERED} - {"recurrent_gemma"}) | {"qwen3_next", "longcat_flash", "afmoe"}
-LIMIT = 1e-3  # of fp32, over some layers and 30 tokens
+LIMIT = 2e-3  # over some layers and 30 tokens: kernels of fla multiply fp32 in TF32
 
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))

@@ -14,6 +14,7 @@ from bmburst.comm.checks import Mismatch
 from bmburst.comm.groups import communicator
 from bmburst.mesh import Mesh
 from bmburst.recompute import POLICIES, checkpoint
+from bmburst_ops.machine import HERE
 from tests import tiny
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import starts_before_its_peer, verbs
@@ -26,6 +27,7 @@ from tests.train.test_stages import require_equal
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
+NEEDS_FA4 = pytest.mark.skipif(HERE.version("flash-attn-4") is None, reason="needs the package flash-attn-4")
 
 
 def run_nccl(size, body, *args):

@@ -1,11 +1,14 @@
 """On real GPUs: sums in one kernel, and inference by heads and by tokens, eager and as CUDA graphs."""
 
+import gc
+
 import pytest
 import torch
 
 from bmburst.checkpoint.hugging_face import open_weights
 from bmburst.comm.groups import communicator
 from bmburst.comm.transports import small_sums
+from bmburst.inference.replay import Replay
 from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
 from bmburst.inference.session import Engine, GenerationBatch, Session
 from bmburst.inference.weights import ResidentWeights
@@ -126,10 +129,38 @@ def _graphs(place) -> None:
     assert all(torch.equal(each, whole[0]) for each in whole)
 
 
-def test_a_short_prompt_has_the_same_bits_called_captured_and_replayed(tmp_path) -> None:
+def test_graphs_that_nothing_needs_do_not_end_a_capture() -> None:
+    number = torch.zeros(1, device="cuda")
+
+    def work() -> torch.Tensor:
+        for _ in range(5000):  # the collector would run, and free the graphs
+            cycle: list[object] = []
+            cycle.append(cycle)
+        return number + 1
+
+    replay = Replay(work)
+    replay()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                number.clone()
+            unneeded: list[object] = [graph]
+            unneeded.append(unneeded)
+            del graph, unneeded
+    finally:
+        gc.enable()
+    assert replay().item() == 1
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("size", [1, *SIZES])
+def test_a_short_prompt_has_the_same_bits_called_captured_and_replayed(size: int, tmp_path) -> None:
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 320}
     tiny.save(tmp_path, "llama", vocab_size=67, **sizes)
-    run_nccl(1, _short, str(tmp_path))
+    run_nccl(size, _short, str(tmp_path))
 
 
 def _short(place) -> None:

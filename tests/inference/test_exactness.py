@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from bmburst.amounts import GIB
-from bmburst.blocks.presets import PRESETS
 from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.groups import single_rank_group
 from bmburst.inference.session import GenerationBatch
-from bmburst.inference.short_prompts import STEP, ShortPrompts, most_tokens
-from bmburst.plan.inference import InferenceMemory
-from bmburst.schedule.cache_split import CacheSplit
+from bmburst.inference.short_prompts import ShortPrompts
+from bmburst.plan.inference import SHORT_STEP as STEP
 from tests.distributed.threads import run_ranks
 from tests.inference.models import FAMILIES, Greedy, after_a_turn, engine, greedy, logits, prompt, weights
 from tests.pairs import Cases, in_turn, long, pairwise
@@ -46,29 +44,29 @@ def test_greedy_tokens_of_an_uneven_batch_are_transformers_own(family: str, rank
         assert found == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_short_prompts_are_padded_and_copied_to_their_cache(family: str) -> None:
-    (comm,) = run_ranks(1, lambda comm: comm)
-    short = ShortPrompts(weights(family), comm, "auto", 2 * STEP, lambda work: work)
-    made = replace(engine(family, comm), prefill=lambda cache, turns, *_: short(cache, 0, np.array(turns[0])))
-    for length in (STEP + 2, 5, STEP, 1):  # 5 and 1 after longer ones, whose tokens must not be seen
+SHORT = (STEP + 2, 5, STEP, 1)  # 5 and 1 after longer ones, whose tokens must not be seen
+
+
+def short_answers(comm: CheckedCommunicator, family: str, cache: str) -> list[list[int]]:
+    short = ShortPrompts(weights(family), single_rank_group(comm), "auto", 2 * STEP, lambda work: work)
+    made = replace(engine(family, comm, cache), prefill=lambda cache, turns, *_: short(cache, 0, np.array(turns[0])))
+    found = []
+    for length in SHORT:
         batch = GenerationBatch(made, made.new_cache(1, length + STEPS))
         batch.prefill([prompt(length)])
-        found = [chosen.tokens.item() for chosen in batch.decode(Greedy(), STEPS)]
-        assert found == greedy(family, prompt(length), STEPS), length
+        found.append([chosen.tokens.item() for chosen in batch.decode(Greedy(), STEPS)])
         assert batch.cache.lengths[0] == length + STEPS - 1
+    return found
 
 
-def test_short_prompts_end_where_the_gpu_takes_longer_than_its_host_or_keeps_too_much() -> None:
-    def most(preset: str, gib: float) -> int:
-        config = PRESETS[preset]
-        split = CacheSplit.choose("auto", 1, 0, config.num_heads, config.num_kv_heads)
-        return most_tokens(InferenceMemory(config=config, split=split, itemsize=2, chunk_tokens=2048), int(gib * GIB))
-
-    assert most("llama-3-8b", 141) == 2048
-    assert 0 < most("llama-3-70b", 141) < 1024
-    assert 0 < most("llama-3-8b", 24) < 1024
-    assert most("llama-3-8b", 1) == 0
+@pytest.mark.parametrize(
+    ("ranks", "family", "cache"),
+    [(1, "mistral", "auto"), (1, "qwen3", "auto"), (2, "llama", "heads"), (3, "llama", "tokens"), (4, "llama", "auto")],
+)
+def test_short_prompts_are_padded_and_copied_to_their_cache(ranks: int, family: str, cache: str) -> None:
+    expected = [greedy(family, prompt(length), STEPS) for length in SHORT]
+    for found in run_ranks(ranks, short_answers, family, cache):
+        assert found == expected
 
 
 @pytest.mark.parametrize(

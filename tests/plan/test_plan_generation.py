@@ -5,10 +5,18 @@ import shlex
 
 import pytest
 
+from bmburst.amounts import GIB
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import CommandParser, main
 from bmburst.cli import generate as generate_command
-from bmburst.plan.inference import GenerationTask, InferenceMemory, InferenceWork, counts, predict_generation
+from bmburst.plan.inference import (
+    GenerationTask,
+    InferenceMemory,
+    InferenceWork,
+    ShortPromptLimits,
+    counts,
+    predict_generation,
+)
 from bmburst.schedule.hardware import load_hardware
 from tests.refusals import says
 
@@ -20,14 +28,37 @@ def task(tokens, preset="llama-3-8b", **more):
     return GenerationTask(model=PRESETS[preset], preset=preset, prompt=tokens, **more)
 
 
-# Measured with bmburst on one H200 in bf16: seconds to the first token, milliseconds a token.
+# Measured with bmburst on H200s in bf16: seconds to the first token, milliseconds a token.
 @pytest.mark.parametrize(
-    ("tokens", "first", "token"), [(4 * KIB, 0.095, 4.08), (32 * KIB, 1.17, 4.93), (128 * KIB, 9.91, 7.72)]
+    ("tokens", "gpus", "first", "token"),
+    [
+        (4 * KIB, 1, 0.095, 4.08),
+        (32 * KIB, 1, 1.17, 4.93),
+        (128 * KIB, 1, 9.91, 7.72),
+        (4 * KIB, 2, 0.076, 2.87),
+    ],
 )
-def test_predictions_are_what_was_measured_on_one_h200(tokens, first, token):
-    found = predict_generation(task(tokens, new_tokens=24), 1, H200)
+def test_predictions_are_what_was_measured_on_h200s(tokens, gpus, first, token):
+    found = predict_generation(task(tokens, new_tokens=24), gpus, H200)
     assert found.first_token == pytest.approx(first, rel=0.05)
     assert found.token * 1e3 == pytest.approx(token, rel=0.05)
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(512, 0.012), (KIB, 0.0225), (2 * KIB, 0.0435)])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_short_prompts_do_not_wait_for_the_host(tokens, first, gpus):
+    """Measured on one GPU; each of several computes the same."""
+    assert predict_generation(task(tokens), gpus, H200).first_token == pytest.approx(first, rel=0.25)
+
+
+def test_short_prompts_end_where_the_gpu_takes_longer_than_its_host_or_keeps_too_much():
+    def most(preset, gib):
+        return ShortPromptLimits.of(PRESETS[preset], 2, gib * GIB).most
+
+    assert most("llama-3-8b", 141) == 2048
+    assert 0 < most("llama-3-70b", 141) < 1024
+    assert 0 < most("llama-3-8b", 24) < 1024
+    assert most("llama-3-8b", 1) == 0
 
 
 # 2 S^2 H D L / 640e12 + 2 N S / 720e12 + bytes / 3.8e12, over P; 2 (N + head) + 4 L K D S bytes / (P 4.8e12).
