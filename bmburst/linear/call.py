@@ -2,14 +2,36 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.schedule.chain import Chain, Piece
+from bmburst_ops.flash.inputs import DeviceVectors, copy_to_device
 from bmburst_ops.linear.kernel import LinearKernel, Pieces, Recurrence
+from bmburst_ops.pattern import IntArray
+
+
+class Places(NamedTuple):
+    """Where tensors of a call lie, int64 on a device.
+
+    Attributes:
+        waiting: This rank's waiting pieces in `[slots, samples]`, flat.
+        exporting: Its exporting pieces, likewise.
+        links: All links in `[ranks, slots]`, flat.
+        continues: 1 for each link and sample where the link's first token continues a document, else 0; flat.
+        passing: 1 for each link and sample where a state passes through the link to where it is used.
+    """
+
+    waiting: Tensor
+    exporting: Tensor
+    links: Tensor
+    continues: Tensor
+    passing: Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,20 +80,19 @@ class ChainCall:
         """Whether this rank has the first token, and so the gradient of what comes before it."""
         return self.comm.rank == self.chain.links[0].rank
 
-    def in_slots(self, numbers: Sequence[int], tensors: Tensor, extra: int = 0) -> Tensor:
-        """Return tensors of some pieces, `[pieces, ...]`, as `[slots + extra, samples, ...]`; zero where none is."""
-        chain = self.chain
-        slots = tensors.new_zeros((chain.slots + extra, len(chain.starts), *tensors.shape[1:]))
-        for i, number in enumerate(numbers):
-            piece = self.own[number]
-            slots[chain.links[piece.link].slot, piece.sample] = tensors[i]
-        return slots
+    def places(self, device: torch.device) -> Places:
+        """Return where tensors lie, copied to the device once, without blocking the host."""
+        return Places(*_sent_places(self, device).here())
 
-    def of_pieces(self, numbers: Sequence[int], slots: Tensor) -> Tensor:
-        """Return the tensors of some pieces, `[pieces, ...]`, from `[slots, samples, ...]`."""
-        pieces = [self.own[number] for number in numbers]
-        found = [slots[self.chain.links[piece.link].slot, piece.sample] for piece in pieces]
-        return torch.stack(found) if found else slots.new_zeros((0, *slots.shape[2:]))
+    def in_slots(self, places: Tensor, tensors: Tensor, extra: int = 0) -> Tensor:
+        """Return tensors of some pieces, `[pieces, ...]`, as `[slots + extra, samples, ...]`; zero where none is."""
+        samples, slots = len(self.chain.starts), self.chain.slots + extra
+        flat = tensors.new_zeros((slots * samples, *tensors.shape[1:])).index_copy_(0, places, tensors)
+        return flat.view(slots, samples, *tensors.shape[1:])
+
+    def of_links(self, slots: Tensor) -> Tensor:
+        """Return the tensors of all links, `[links, ...]`, from `[ranks, slots, ...]`; further slots are left out."""
+        return slots[:, : self.chain.slots].flatten(0, 1).index_select(0, self.places(slots.device).links)
 
     def gathered(self, slots: Tensor) -> Tensor:
         """Return all ranks' slots, `[ranks, *slots.shape]`; where nothing passes between ranks, zero for the others."""
@@ -82,6 +103,27 @@ class ChainCall:
         found = slots.new_zeros((self.comm.size, *slots.shape))
         found[self.comm.rank] = slots
         return found
+
+
+@lru_cache(maxsize=64)
+def _sent_places(call: ChainCall, device: torch.device) -> DeviceVectors:
+    chain, samples = call.chain, len(call.chain.starts)
+
+    def slots(numbers: Sequence[int]) -> IntArray:
+        pieces = [call.own[number] for number in numbers]
+        return np.array([chain.links[piece.link].slot * samples + piece.sample for piece in pieces], np.int64)
+
+    return copy_to_device(
+        (
+            slots(call.pieces.waiting),
+            slots(call.pieces.exporting),
+            np.array([link.rank * chain.slots + link.slot for link in chain.links]),
+            np.array(chain.continues),
+            np.array([chain.passing(number) for number in range(len(chain.links))]),
+        ),
+        device,
+        torch.int64,
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -5,7 +5,7 @@ links, and in backward the gradients of all halos: a few tokens, whatever the le
 keeps attention keeps the halos, and its recompute exchanges nothing.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from bmburst.linear.call import ConvCall
 from bmburst.recompute import keep
 from bmburst_ops.autocast import no_autocast
 from bmburst_ops.errors import first_order
+from bmburst_ops.flash.inputs import DeviceVectors, copy_to_device
 from bmburst_ops.linear.conv import causal_conv, causal_conv_gradients
 from bmburst_ops.merge import accumulation_dtype
 
@@ -69,35 +70,53 @@ def _halos(call: ConvCall, x: Tensor, width: int, initial: Tensor | None) -> tup
     for link in _own_tails(call, width):
         tails[link.slot, :, width - link.tokens :] = x[:, link.offset : link.offset + link.tokens]
     rows = [call.gathered(tails).flatten(0, 3), *(() if initial is None else (initial.to(x.dtype).flatten(0, 1),))]
-    all_rows = torch.cat([*rows, x.new_zeros((1, x.shape[2]))])  # -1, a token of no document, is the last row
-    index = torch.from_numpy(chain.halos(width)).to(x.device)
-    mine = [index[piece.link, piece.sample] for piece in (call.own[number] for number in call.pieces.waiting)]
-    found = [all_rows[torch.stack(mine)] if mine else x.new_zeros((0, width, x.shape[2]))]
-    if chain.has_final:
-        found.append(all_rows[torch.from_numpy(chain.final_halo(width)).to(x.device)])
-    return tuple(found)
+    all_rows = torch.cat([*rows, x.new_zeros((1, x.shape[2]))])  # the last row is of a token of no document
+    _, *found = _halo_places(call, width, len(all_rows), x.device)
+    sizes = len(call.pieces.waiting), len(x)
+    return tuple(
+        all_rows.index_select(0, places).view(size, width, x.shape[2])
+        for places, size in zip(found, sizes, strict=False)  # without final tokens there is one
+    )
 
 
 def _return_halos(call: ConvCall, of_x: Tensor, of_halos: Tensor, grad_final: Tensor | None) -> Tensor:
     """Add the gradients of halos to those of their tokens, in place, and return those of the initial tokens."""
     chain, width, channels = call.chain, of_halos.shape[1], of_x.shape[2]
-    slots = call.in_slots(call.pieces.waiting, of_halos, extra=chain.has_final)
+    slots = call.in_slots(call.places(of_halos.device).waiting, of_halos, extra=chain.has_final)
     if grad_final is not None:
         slots[-1] = grad_final.to(slots.dtype)
     arrived = call.gathered(slots).to(accumulation_dtype(of_x.dtype))
     tails = (chain.size, chain.slots, len(of_x), width)
     rows = arrived.new_zeros((chain.size * chain.slots * len(of_x) * width + len(of_x) * width + 1, channels))
-
-    def add(index: Any, grads: Tensor) -> None:
-        rows.index_add_(0, torch.from_numpy(index).to(rows.device).flatten() % len(rows), grads.flatten(0, -2))
-
-    add(chain.halos(width), torch.stack([arrived[link.rank, link.slot] for link in chain.links]))
-    if chain.has_final:
-        add(chain.final_halo(width), arrived[:, -1].sum(0))
+    of_links, _, *final = _halo_places(call, width, len(rows), rows.device)
+    rows.index_add_(0, of_links, call.of_links(arrived).flatten(0, -2))
+    for places in final:
+        rows.index_add_(0, places, arrived[:, -1].sum(0).flatten(0, -2))
     own = rows[: -len(of_x) * width - 1].view(*tails, channels)[call.comm.rank]
     for link in _own_tails(call, width):
         of_x[:, link.offset : link.offset + link.tokens] += own[link.slot, :, width - link.tokens :].to(of_x.dtype)
     return rows[-len(of_x) * width - 1 : -1].view(len(of_x), width, channels) * call.is_first
+
+
+def _halo_places(call: ConvCall, width: int, rows: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the rows of the halos of all links, and of this rank's waiting pieces, and of the final tokens if used.
+
+    Args:
+        call: The call.
+        width: Tokens of a halo.
+        rows: Number of rows: tails, initial tokens if given, and one for tokens of no document.
+        device: Device of the result.
+    """
+    return _sent_halo_places(call, width, rows, device).here()
+
+
+@lru_cache(maxsize=64)
+def _sent_halo_places(call: ConvCall, width: int, rows: int, device: torch.device) -> DeviceVectors:
+    chain = call.chain
+    halos, pieces = chain.halos(width), [call.own[number] for number in call.pieces.waiting]
+    own = halos[[piece.link for piece in pieces], [piece.sample for piece in pieces]]
+    final = (chain.final_halo(width),) if chain.has_final else ()
+    return copy_to_device([each % rows for each in (halos, own, *final)], device, torch.int64)
 
 
 def _own_tails(call: ConvCall, width: int) -> list[Any]:

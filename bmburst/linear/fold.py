@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from bmburst.linear.call import ScanCall
-from bmburst.schedule.chain import Chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +45,23 @@ def fold_forward(call: ScanCall, transitions: Tensor, ends: Tensor, initial: Ten
     """
     if not call.has_states:
         return Folded(ends, transitions, None)
-    chain, hops = call.chain, _Hops(call, ends.shape[1])
-    summaries = hops.out(call.in_slots(call.pieces.exporting, _joined(transitions, ends)))
-    m, u = (
-        _by_link(chain, part.reshape(*part.shape[:4], *shape))
-        for part, shape in zip(
-            summaries.split([prod(transitions.shape[2:]), prod(ends.shape[2:])], -1),
-            (transitions.shape[2:], ends.shape[2:]),
-            strict=True,
-        )
-    )
+    chain, hops, places = call.chain, _Hops(call, ends.shape[1]), call.places(ends.device)
+    summaries = call.of_links(hops.out(call.in_slots(places.exporting, _joined(transitions, ends))))
+    flat_m, flat_u = summaries.split([prod(transitions.shape[2:]), prod(ends.shape[2:])], -1)
+    m = flat_m.contiguous().unflatten(-1, transitions.shape[2:])  # a copy: it is kept for backward, without U
+    u = flat_u.unflatten(-1, ends.shape[2:])
     state = torch.zeros_like(u[0]) if initial is None else hops.own_heads(initial)
     before: list[Tensor] = []
-    for k, link in enumerate(u):
-        before.append(_where(chain.continues[k], state))
+    for k, link in enumerate(u.unbind()):
+        before.append(_where(chain.continues[k], places.continues, k, state))
         passing = chain.passing(k)
-        state = link + _where(passing, call.recurrence.act(m[k], before[k])) if any(passing) else link
+        if any(passing):
+            link = link + _where(passing, places.passing, k, call.recurrence.act(m[k], before[k]))
+        state = link
     extra = [state] if chain.has_final else []
     states = hops.back(before, extra)
-    starts = call.of_pieces(call.pieces.waiting, states)
     final = states[-1] if chain.has_final else None
-    return Folded(starts, m, final)
+    return Folded(states.flatten(0, 1).index_select(0, places.waiting), m, final)
 
 
 def fold_backward(
@@ -87,23 +82,23 @@ def fold_backward(
     """
     if not call.has_states:
         return start_grads, None
-    chain, hops = call.chain, _Hops(call, start_grads.shape[1])
-    slots = call.in_slots(call.pieces.waiting, start_grads, extra=chain.has_final)
+    chain, hops, places = call.chain, _Hops(call, start_grads.shape[1]), call.places(start_grads.device)
+    slots = call.in_slots(places.waiting, start_grads, extra=chain.has_final)
     if final_grad is not None:
         slots[-1] = final_grad
     arrived = hops.out(slots)
     grad = arrived[:, -1].sum(0) if chain.has_final else torch.zeros_like(arrived[0, 0])
-    own = _by_link(chain, arrived)
+    own = call.of_links(arrived).unbind()
     after: list[Tensor] = []
     for k in reversed(range(len(chain.links))):
         after.append(grad)
         passing, back = chain.passing(k), own[k]
         if any(passing):
-            back = back + _where(passing, call.recurrence.act_transposed(transitions[k], grad))
-        grad = _where(chain.continues[k], back)
+            back = back + _where(passing, places.passing, k, call.recurrence.act_transposed(transitions[k], grad))
+        grad = _where(chain.continues[k], places.continues, k, back)
     states = hops.back(after[::-1], [grad] if call.has_initial else [])
     initial_grad = states[-1] * call.is_first if call.has_initial else None
-    return call.of_pieces(call.pieces.exporting, states), initial_grad
+    return states.flatten(0, 1).index_select(0, places.exporting), initial_grad
 
 
 class _Hops:
@@ -133,17 +128,16 @@ class _Hops:
             links: A tensor for each link, `[samples, own heads, ...]`.
             extra: Tensors for every rank; they follow as further slots.
         """
-        chain, size = self._chain, self._comm.size if self._call.hops == 2 else 1
-        slots = links[0].new_zeros((size, chain.slots + len(extra), *links[0].shape))
-        for link, tensor in zip(chain.links, links, strict=True):
-            if self._call.hops == 2 or link.rank == self._comm.rank:
-                slots[link.rank if self._call.hops == 2 else 0, link.slot] = tensor
-        for i, tensor in enumerate(extra):
-            slots[:, chain.slots + i] = tensor
+        places = [(link.rank, link.slot) for link in self._chain.links]
+        found, zero = dict(zip(places, links, strict=True)), torch.zeros_like(links[0])
+        ranks = range(self._comm.size) if self._call.hops == 2 else (self._comm.rank,)
+        slots = torch.stack(
+            [t for rank in ranks for t in (*(found.get((rank, i), zero) for i in range(self._chain.slots)), *extra)]
+        )
         if self._call.hops == 1:
-            return slots[0]
-        (arrived,) = self._comm.all_to_all(slots).wait()  # [ranks of heads, slots, samples, share, ...]
-        return arrived.movedim(0, 2).flatten(2, 3)[:, :, : self._heads]
+            return slots
+        (arrived,) = self._comm.all_to_all(slots.unflatten(0, (len(ranks), -1))).wait()
+        return arrived.movedim(0, 2).flatten(2, 3)[:, :, : self._heads]  # of [ranks of heads, slots, samples, share]
 
     def own_heads(self, state: Tensor) -> Tensor:
         """Return the heads of `[samples, heads, ...]` that this rank folds."""
@@ -165,16 +159,18 @@ def _joined(transitions: Tensor, ends: Tensor) -> Tensor:
     return torch.cat(flat, 2)
 
 
-def _by_link(chain: Chain, tensor: Tensor) -> Tensor:
-    """Return `[links, ...]` of `[ranks, slots, ...]`."""
-    return torch.stack([tensor[link.rank, link.slot] for link in chain.links])
+def _where(flags: Sequence[bool], on_device: Tensor, link: int, tensor: Tensor) -> Tensor:
+    """Return `[samples, ...]` with zeros for samples without a flag, whatever numbers they had.
 
-
-def _where(flags: Sequence[bool], tensor: Tensor) -> Tensor:
-    """Return `[samples, ...]` with zeros for samples without a flag, whatever numbers they had."""
+    Args:
+        flags: A flag of each sample.
+        on_device: The flags of all links and samples.
+        link: Number of the link.
+        tensor: The numbers.
+    """
     if all(flags):
         return tensor
     if not any(flags):
         return torch.zeros_like(tensor)
-    kept = torch.tensor(flags, device=tensor.device)
-    return tensor.masked_fill(~kept.view(-1, *[1] * (tensor.dim() - 1)), 0)
+    hidden = on_device[link * len(flags) : (link + 1) * len(flags)] == 0
+    return tensor.masked_fill(hidden.view(-1, *[1] * (tensor.dim() - 1)), 0)

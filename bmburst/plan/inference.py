@@ -34,9 +34,7 @@ RESERVE = 0.04
 SHORT_STEP = 128
 """Tokens to whose multiples short prompts are padded; each of these lengths has a CUDA graph."""
 _MOST_SHORT = 2048  # tokens
-_SHORT_FLOPS = (
-    9e11  # products of a layer that take an H200 about as long as its host launches a layer's kernels: 1.3 ms
-)
+_SHORT_FLOPS = 9e11  # products of a layer that take an H200 about as long as its host launches its kernels: 1.3 ms
 _GRAPHS = 0.01  # fraction of a GPU's memory that graphs may keep: a quarter of `RESERVE`
 _SPARE = 1.25  # of the temporary memory of a graph: the allocator rounds
 

@@ -18,7 +18,7 @@ from bmburst_ops.fragments import fragments
 from bmburst_ops.linear.fla_kinds import KINDS, Kind
 from bmburst_ops.linear.fold import joined_transitions, states_after, states_between
 from bmburst_ops.linear.kernel import Inputs, Pieces, Recurrence
-from bmburst_ops.linear.spans import Spans, all_fragments, chosen_spans
+from bmburst_ops.linear.spans import Spans, all_fragments, chosen_spans, numbers_on
 
 
 class Plan(NamedTuple):
@@ -149,9 +149,8 @@ class FlaScan:
         count = len(self._plan.edges) - 1
         if states is None or len(states) == count:
             return states
-        found = self._zeros(count, *states.shape[1:])
-        found[list(self._plan.places)] = states
-        return found
+        places = numbers_on(states.device, self._plan.places)
+        return self._zeros(count, *states.shape[1:]).index_copy_(0, places, states)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self._inputs[0].device)
