@@ -3,6 +3,7 @@
 cuDNN's causal mask is aligned at the top left, and it does not support GQA.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -48,7 +49,7 @@ class TorchKernel(Kernel):
         """See `Kernel.refusal`."""
         del k
         reason = unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q, self._machine)
-        return reason or unless_able(needs, PACKED)
+        return reason or unless_able(needs, PACKED) or _unless_replaced()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """See `Kernel.forward`."""
@@ -89,6 +90,17 @@ class TorchKernel(Kernel):
 
         calls = backward_by_few_segments(backward_by_few_heads(self.name, part))
         return backward_seen(calls, given, without_cells(pattern, self.name), into)
+
+
+def _unless_replaced() -> str | None:
+    """Refuse operations that `torch.nn.attention.activate_flash_attention_impl` gave another implementation.
+
+    Others have other rules: tiles that reach into the next document, or no deterministic backward.
+    """
+    attention = sys.modules.get("torch.nn.attention")  # who never imported it did not activate another
+    current = getattr(attention, "current_flash_attention_impl", None)  # older releases have none
+    name = None if current is None else current()
+    return None if name is None else f"is replaced by {name} (torch.nn.attention.activate_flash_attention_impl)"
 
 
 def _window(call: PackageArguments) -> dict[str, int]:

@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 
 import torch
+import torch.distributed.tensor  # it reads operations that are replaced below; `torch.testing` imports it late
 
 from bmburst_ops.flash import (
     CAUSAL,

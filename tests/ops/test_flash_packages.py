@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import attention
 
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, Scoring, kernels_on, select_kernel
@@ -319,6 +320,21 @@ def test_a_kernel_without_a_softcap_never_leaves_it_out(kernel):
         kernel.forward(q, q, q, scoring)
     with refused(f"kernel '{kernel.name}' | logit softcapping", error=KernelError):
         kernel.backward(BackwardInputs(q, q, q, q, lse, lse), scoring, deterministic=False)
+
+
+def test_another_implementation_in_place_of_torchs_is_refused():
+    """It is asked at each call: users may activate it at any time."""
+    attention.register_flash_attention_impl("ANOTHER", register_fn=lambda: SimpleNamespace(remove=lambda: None))
+    q, able = query(), kernels(AMPERE, {})
+    assert select_kernel("auto", q, q, kernels=able).name == "torch"
+    attention.activate_flash_attention_impl("ANOTHER")
+    try:
+        assert select_kernel("auto", q, q, kernels=able).name == "reference"
+        with refused("kernel 'torch' | ANOTHER | activate_flash_attention_impl | reference", error=KernelError):
+            select_kernel("torch", q, q, kernels=able)
+    finally:
+        attention.restore_flash_attention_impl()
+    assert select_kernel("auto", q, q, kernels=able).name == "torch"
 
 
 @pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn", "fa2"])
