@@ -31,6 +31,10 @@ class Machine:
         """See `version_of`."""
         return version_of(distribution)
 
+    def beta(self, distribution: str) -> int | None:
+        """See `beta_of`."""
+        return beta_of(distribution)
+
     def has(self, module: str) -> bool:
         """See `is_there`."""
         return is_there(module)
@@ -50,6 +54,15 @@ def version_of(distribution: str) -> tuple[int, ...] | None:
         return tuple(int(n) for n in re.findall(r"\d+", metadata.version(distribution))[:3])
     except metadata.PackageNotFoundError:
         return None
+
+
+@cache
+def beta_of(distribution: str) -> int | None:
+    """Return the number of an installed alpha or beta version, for example 36 for 4.0.0b36; None for other versions."""
+    if version_of(distribution) is None:
+        return None
+    found = re.search(r"\d(?:a|b)(\d+)", metadata.version(distribution))
+    return None if found is None else int(found[1])
 
 
 @cache

@@ -120,6 +120,16 @@ class GpuPackageCheck:
         return _imported(name, self.module, self.distribution, "not installed", self.install, again="--no-deps ")
 
 
+def flash_attention_4(name: str, gpus: list[int] | None = None, machine: "Machine | None" = None) -> Finding:
+    """Check for flash-attn-4, by the rule of its versions too."""
+    from bmburst_ops.flash.fa4 import unusable
+    from bmburst_ops.machine import HERE
+
+    found = GpuPackageCheck("flash_attn.cute", "flash-attn-4", frozenset({9, 10, 12}), "--pre flash-attn-4")(name, gpus)
+    reason = unusable(machine or HERE) if found.status == "ok" else None
+    return found if reason is None else Finding(name, "broken", reason, f"{PIP} install --upgrade --pre flash-attn-4")
+
+
 def linear_attention(name: str) -> Finding:
     """Check whether fla-core computes recurrent layers on this machine's GPUs, by the rules of its versions."""
     from bmburst_ops.linear.fla import unusable
@@ -194,9 +204,7 @@ CHECKS: tuple[Check, ...] = (
         ),
     ),
     Check("kernel fa3", GpuPackageCheck("flash_attn_interface", "flash_attn_3", frozenset({9}), _FA3)),
-    Check(
-        "kernel fa4", GpuPackageCheck("flash_attn.cute", "flash-attn-4", frozenset({9, 10, 12}), "--pre flash-attn-4")
-    ),
+    Check("kernel fa4", flash_attention_4),
     Check("triton", GpuPackageCheck("triton", "triton", frozenset(), "triton")),
     Check("kernel fla", linear_attention),
     Check("kernel caches", _caches_of_gpus),

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from bmburst_ops.flash.few_heads import backward_by_few_heads
+from bmburst_ops.flash.few_segments import backward_by_few_segments, forward_by_few_segments
 from bmburst_ops.flash.inputs import (
     CAPPED,
     PackageArguments,
@@ -69,7 +71,7 @@ class FlashAttention2Kernel(Kernel):
             )
             return call.partial(result, lse, q, into)
 
-        return forward_seen(part, q, k, v, without_cells(scoring.pattern, self.name), into)
+        return forward_seen(forward_by_few_segments(part), q, k, v, without_cells(scoring.pattern, self.name), into)
 
     def backward(
         self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
@@ -95,7 +97,8 @@ class FlashAttention2Kernel(Kernel):
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        return backward_seen(part, given, without_cells(scoring.pattern, self.name), into)
+        calls = backward_by_few_segments(backward_by_few_heads(self.name, part))
+        return backward_seen(calls, given, without_cells(scoring.pattern, self.name), into)
 
 
 def _options(call: PackageArguments, scoring: Scoring) -> dict[str, Any]:
@@ -162,7 +165,7 @@ class FlashAttention3Kernel(Kernel):
             )
             return call.partial(result, lse, q, into)
 
-        found = forward_seen(part, q, k, v, without_cells(scoring.pattern, self.name), into)
+        found = forward_seen(forward_by_few_segments(part), q, k, v, without_cells(scoring.pattern, self.name), into)
         return isolate_forward(found, q, k, v, scoring) if q.is_cuda else found
 
     def backward(
@@ -192,7 +195,8 @@ class FlashAttention3Kernel(Kernel):
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        found = backward_seen(part, given, without_cells(scoring.pattern, self.name), into)
+        calls = backward_by_few_segments(backward_by_few_heads(self.name, part))
+        found = backward_seen(calls, given, without_cells(scoring.pattern, self.name), into)
         return isolate_backward(found, given, scoring) if given.q.is_cuda else found
 
 

@@ -38,8 +38,11 @@ from bmburst_ops.flash.mask_corrections import (
     isolate_forward,
 )
 from bmburst_ops.fused import import_package
+from bmburst_ops.machine import HERE, Machine
 from bmburst_ops.pattern import BLOCK, FULL, Band, Cells, IntArray, Need, blocks_of
 
+_DISTRIBUTION = "flash-attn-4"
+_OLDEST, _OLDEST_BETA = (4, 0, 0), 36  # betas before lack arguments, or give other results with some compilers
 _MODULE = "flash_attn.cute.interface"
 _SPARSE = "flash_attn.cute.block_sparsity"
 # Largest head dim by the first digit of the compute capability. On Blackwell the package has wider ones, but only with
@@ -59,7 +62,7 @@ _NOT_REPEATING = "has no deterministic backward under block-sparse masks"
 
 
 class FlashAttention4Kernel(Kernel):
-    """`Kernel` over `_flash_attn_fwd` and `_flash_attn_bwd` of flash-attn-4 (4.0.0b36): fp16 and bf16.
+    """`Kernel` over `_flash_attn_fwd` and `_flash_attn_bwd` of flash-attn-4 (from 4.0.0b36 on): fp16 and bf16.
 
     Each new combination of head dim, mask, GQA ratio, dtype and softcap takes seconds to compile. The package caches
     the result on disk if `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1`, which bmburst's launcher sets.
@@ -87,7 +90,7 @@ class FlashAttention4Kernel(Kernel):
             return reason
         if "softcap" in needs and generation in _UNCAPPED:
             return f"cannot do logit softcapping on {self._machine.gpu(q.device)}"
-        return "needs the package flash-attn-4" if self._machine.version("flash-attn-4") is None else None
+        return unusable(self._machine)
 
     def _unless_blocks(self, q: Tensor, needs: frozenset[Need]) -> str | None:
         """Refuse inputs that the kernels for block-sparse masks do not support, or at which they were not tested."""
@@ -195,6 +198,17 @@ class FlashAttention4Kernel(Kernel):
             return differentiate(given, call, into, block_sparse_tensors=lists.tensors())
         found = backward_seen(part, given, pattern, into)
         return isolate_backward(found, given, scoring) if given.q.is_cuda else found
+
+
+def unusable(machine: Machine = HERE) -> str | None:
+    """Return why the installed package cannot be used, as a phrase; None: it can."""
+    version, beta = machine.version(_DISTRIBUTION), machine.beta(_DISTRIBUTION)
+    if version is None:
+        return f"needs the package {_DISTRIBUTION}"
+    if version > _OLDEST or (version == _OLDEST and (beta is None or beta >= _OLDEST_BETA)):
+        return None
+    found = ".".join(map(str, version)) + ("" if beta is None else f"b{beta}")
+    return f"needs {_DISTRIBUTION} 4.0.0b{_OLDEST_BETA} or newer, got {found}"
 
 
 def _package() -> ModuleType:

@@ -3,12 +3,15 @@
 cuDNN's causal mask is aligned at the top left, and it does not support GQA.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
+from bmburst_ops.flash.few_heads import backward_by_few_heads, forward_by_few_heads, near
+from bmburst_ops.flash.few_segments import backward_by_few_segments, forward_by_few_segments
 from bmburst_ops.flash.inputs import (
     LATENT_WIDTHS,
     PACKED,
@@ -46,7 +49,7 @@ class TorchKernel(Kernel):
         """See `Kernel.refusal`."""
         del k
         reason = unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q, self._machine)
-        return reason or unless_able(needs, PACKED)
+        return reason or unless_able(needs, PACKED) or _unless_replaced()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, into: Partial | None = None) -> Partial:
         """See `Kernel.forward`."""
@@ -62,7 +65,7 @@ class TorchKernel(Kernel):
             )
             return call.partial(result, lse, q, into)
 
-        return forward_seen(part, q, k, v, without_cells(pattern, self.name), into)
+        return forward_seen(forward_by_few_segments(part), q, k, v, without_cells(pattern, self.name), into)
 
     def backward(
         self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
@@ -85,7 +88,19 @@ class TorchKernel(Kernel):
                 )
             return call.gradients(Gradients(*gradients), given.q.shape[0], into)
 
-        return backward_seen(part, given, without_cells(pattern, self.name), into)
+        calls = backward_by_few_segments(backward_by_few_heads(self.name, part))
+        return backward_seen(calls, given, without_cells(pattern, self.name), into)
+
+
+def _unless_replaced() -> str | None:
+    """Refuse operations that `torch.nn.attention.activate_flash_attention_impl` gave another implementation.
+
+    Others have other rules: tiles that reach into the next document, or no deterministic backward.
+    """
+    attention = sys.modules.get("torch.nn.attention")  # who never imported it did not activate another
+    current = getattr(attention, "current_flash_attention_impl", None)  # older releases have none
+    name = None if current is None else current()
+    return None if name is None else f"is replaced by {name} (torch.nn.attention.activate_flash_attention_impl)"
 
 
 def _window(call: PackageArguments) -> dict[str, int]:
@@ -158,7 +173,7 @@ class CudnnKernel(Kernel):
         def rectangle(q: Tensor, k: Tensor, v: Tensor, seen: PackedPattern, into: Partial | None) -> Partial:
             return forward_bottom_right(part, q, k, v, causal_or_full(seen, self.name), into)
 
-        return forward_seen(rectangle, q, k, v, band_of(pattern, self.name), into)
+        return forward_seen(forward_by_few_heads(self.name, rectangle), q, k, v, band_of(pattern, self.name), into)
 
     def backward(
         self, given: BackwardInputs, scoring: Scoring, *, deterministic: bool, into: Gradients | None = None
@@ -170,7 +185,7 @@ class CudnnKernel(Kernel):
         def rectangle(given: BackwardInputs, seen: PackedPattern, into: Gradients | None) -> Gradients:
             return _rectangle_backward(given, causal_or_full(seen, self.name), scale, into)
 
-        return backward_seen(rectangle, given, band_of(pattern, self.name), into)
+        return backward_seen(backward_by_few_heads(self.name, rectangle), given, band_of(pattern, self.name), into)
 
 
 def _rectangle_backward(given: BackwardInputs, causal: bool, scale: float, into: Gradients | None) -> Gradients:
@@ -213,4 +228,4 @@ def _reduced(gradient: Tensor, kv_heads: int) -> Tensor:
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    return aligned(tensor).transpose(1, 2)
+    return near(aligned(tensor)).transpose(1, 2)

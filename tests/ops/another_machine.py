@@ -8,7 +8,7 @@ class AnotherMachine(Machine):
 
     Args:
         capability: Compute capability of its GPUs.
-        installed: Its distributions with their versions, and its modules.
+        installed: Its distributions with their versions, and its modules. A fourth number is that of a beta.
         cudnn: Version of its cuDNN.
         cpu: Vector instructions of its CPU.
     """
@@ -32,7 +32,12 @@ class AnotherMachine(Machine):
         return self._cudnn
 
     def version(self, distribution):
-        return self._installed.get(distribution)
+        found = self._installed.get(distribution)
+        return None if found is None else found[:3]
+
+    def beta(self, distribution):
+        found = self._installed.get(distribution) or ()
+        return found[3] if len(found) > 3 else None
 
     def has(self, module):
         return module in self._installed

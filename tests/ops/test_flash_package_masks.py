@@ -29,7 +29,7 @@ CASES = [
     (Segments(Band(None, 13), (0, 17, 40), (0, 12, 20)), 40, 20),
     (Segments(CAUSAL, (0, 1, 1, 2), (0, 3, 4, 9)), 2, 9),  # one query at most, and a segment without
     (Segments(CAUSAL, (0, 5, 5), (0, 0, 9)), 5, 9),  # nobody sees anything
-    *((pattern, 29, 31) for seed in range(4) for pattern in some(seed, 29, 31, ("window", "segments"))),
+    *((pattern, 29, 31) for seed in range(2) for pattern in some(seed, 29, 31, ("window", "segments"))),
 ]
 
 

@@ -5,18 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import attention
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, Partial, Scoring, kernels_on, select_kernel
+from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, Scoring, kernels_on, select_kernel
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
 from bmburst_ops.flash.inputs import aligned, is_aligned
 from bmburst_ops.flash.padded import PaddedKernel
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
-from bmburst_ops.machine import is_there, version_of
+from bmburst_ops.machine import beta_of, is_there, version_of
 from tests.ops.another_machine import AnotherMachine
 from tests.ops.masked import Masked
-from tests.ops.package_stand_ins import StandIn, fa2, fa3, fa4, older_fa3
+from tests.ops.package_stand_ins import cudnn, fa2, fa3, fa4, older_fa3
 from tests.ops.tiles import (
     EPSILON,
     Tile,
@@ -128,32 +129,7 @@ def test_alignment(view, fits):
 
 @pytest.mark.parametrize("case", [*CASES, (CAUSAL, 9, 4, 2, 2, 32, torch.bfloat16)], ids=str)
 def test_cudnn_is_called_as_it_wants(monkeypatch, case):
-    """Heads first and as many of K and V, no causal tile but squares, nothing of one token."""
-
-    made = StandIn(CudnnKernel())
-
-    def expect(q, k, causal):
-        assert q.shape[1] == k.shape[1] and min(q.shape[2], k.shape[2]) > 1
-        assert not causal or q.shape[2] == k.shape[2]
-
-    def forward(q, k, v, bias, wants_lse, dropout, causal, debug, *, scale):
-        assert (bias, wants_lse, dropout, debug) == (None, True, 0.0, False)
-        expect(q, k, causal)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out, lse = made.forward(q, k, v, scale, CAUSAL if causal else FULL)
-        return out.transpose(1, 2), lse[..., None], None, None, q.shape[1], k.shape[1], None, None, None
-
-    def backward(grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale):
-        assert lse.is_contiguous() and lse.shape == (*q.shape[:3], 1) and bias is cum_q is cum_k is None
-        assert (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
-        expect(q, k, causal)
-        grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
-        into = [torch.empty_like(t) for t in (q, k, v)]
-        made.backward(grad, q, k, v, out, lse[..., 0], scale, CAUSAL if causal else FULL, into)
-        return tuple(t.transpose(1, 2) for t in into)
-
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    made = cudnn(monkeypatch)
     kernel, tile = made.kernel, Masked(*case, device="cpu") if case[0] is CAUSAL else Tile(case, device="cpu")
     tile.q, tile.k, tile.v, tile.grad = (one_number_off(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     targets = room(tile.q, some_heads)
@@ -189,9 +165,26 @@ def test_packages_are_found_without_import():
     assert version_of("pytest") == pytest.version_tuple[:3]
     assert is_there("this") and "this" not in sys.modules  # Python's own, which prints when it is imported
     assert version_of("flash-attn-0") is None and not is_there("flash_attn_0")
+    assert beta_of("flash-attn-0") is None and beta_of("pytest") is None
 
 
-ALL = {"flash-attn": (2, 8, 3), "flash-attn-4": (4, 0, 0), "flash_attn_interface": None}
+@pytest.mark.parametrize(
+    ("version", "beta"), [("4.0.0b36", 36), ("4.0.0a7.dev1", 7), ("4.0.0rc1", None), ("4.1", None)]
+)
+def test_betas_are_told_from_later_versions(tmp_path, monkeypatch, version, beta):
+    (tmp_path / "package_of_versions-1.dist-info").mkdir()
+    (tmp_path / "package_of_versions-1.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: package-of-versions\nVersion: {version}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for function in (version_of, beta_of):
+        function.cache_clear()
+    assert beta_of("package-of-versions") == beta
+    for function in (version_of, beta_of):
+        function.cache_clear()
+
+
+ALL = {"flash-attn": (2, 8, 3), "flash-attn-4": (4, 0, 0, 36), "flash_attn_interface": None}
 CAPPED = {"needs": ("softcap",)}
 BLOCKS = {"needs": ("blocks",)}
 HOPPER, AMPERE, BLACKWELL, GEFORCE = (9, 0), (8, 0), (10, 0), (12, 0)
@@ -202,6 +195,8 @@ HOPPER, AMPERE, BLACKWELL, GEFORCE = (9, 0), (8, 0), (10, 0), (12, 0)
     [
         (HOPPER, ALL, {}, False, "fa4"),
         (HOPPER, ALL, {"head_dim": 256}, True, "fa4"),
+        (HOPPER, {"flash-attn-4": (4, 0, 0)}, {}, False, "fa4"),
+        (HOPPER, {"flash-attn-4": (4, 0, 0, 35)}, {}, False, "cudnn"),
         (HOPPER, {"flash_attn_interface": None}, {}, False, "fa3"),
         (HOPPER, {"flash_attn_interface": None}, {}, True, "torch"),
         (HOPPER, {}, {}, False, "cudnn"),
@@ -241,6 +236,7 @@ def test_the_fastest_that_can_is_chosen(capability, installed, options, determin
     [
         ("fa4", HOPPER, {}, {}, False, "package flash-attn-4"),
         ("fa4", HOPPER, {"flash-attn": (2, 8, 3)}, {}, False, "package flash-attn-4"),
+        ("fa4", HOPPER, {"flash-attn-4": (4, 0, 0, 35)}, {}, False, "flash-attn-4 4.0.0b36 or newer | 4.0.0b35"),
         ("fa4", AMPERE, ALL, {}, False, "Hopper or Blackwell | a GPU"),
         ("fa4", BLACKWELL, ALL, {"head_dim": 136}, False, "multiples of 8 up to 128 | 136"),
         ("fa4", HOPPER, ALL, {"head_dim": 100}, False, "multiples of 8 up to 256 | 100"),
@@ -324,6 +320,21 @@ def test_a_kernel_without_a_softcap_never_leaves_it_out(kernel):
         kernel.forward(q, q, q, scoring)
     with refused(f"kernel '{kernel.name}' | logit softcapping", error=KernelError):
         kernel.backward(BackwardInputs(q, q, q, q, lse, lse), scoring, deterministic=False)
+
+
+def test_another_implementation_in_place_of_torchs_is_refused():
+    """It is asked at each call: users may activate it at any time."""
+    attention.register_flash_attention_impl("ANOTHER", register_fn=lambda: SimpleNamespace(remove=lambda: None))
+    q, able = query(), kernels(AMPERE, {})
+    assert select_kernel("auto", q, q, kernels=able).name == "torch"
+    attention.activate_flash_attention_impl("ANOTHER")
+    try:
+        assert select_kernel("auto", q, q, kernels=able).name == "reference"
+        with refused("kernel 'torch' | ANOTHER | activate_flash_attention_impl | reference", error=KernelError):
+            select_kernel("torch", q, q, kernels=able)
+    finally:
+        attention.restore_flash_attention_impl()
+    assert select_kernel("auto", q, q, kernels=able).name == "torch"
 
 
 @pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn", "fa2"])

@@ -266,6 +266,21 @@ def test_kernels_are_asked_for_on_gpus_that_they_can_run_on(gpus, status):
     assert found.fix.endswith("pip install --pre some-name") == (status == "missing")
 
 
+def test_an_old_beta_of_flash_attention_4_is_broken(monkeypatch):
+    cute = types.ModuleType("flash_attn.cute")
+    cute.__spec__ = importlib.machinery.ModuleSpec("flash_attn.cute", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    for beta, status in ((35, "broken"), (36, "ok")):
+        found = doctor.flash_attention_4(
+            "kernel fa4", [90], AnotherMachine(installed={"flash-attn-4": (4, 0, 0, beta)})
+        )
+        assert found.status == status
+        if status == "broken":
+            says(found.detail, "4.0.0b36 or newer", "4.0.0b35")
+            assert found.fix.endswith("pip install --upgrade --pre flash-attn-4")
+
+
 class FakeCuda:
     """torch.cuda of a machine with GPUs that cannot all reach each other."""
 
