@@ -217,10 +217,11 @@ class TrainConfig:
         if self.recompute != AUTO:
             Policy.parse(self.recompute).require_layers(self.model.num_layers)
         if self.sequence_length > self.model.max_position_embeddings:
+            most = self.model.max_position_embeddings
             raise UserError(
-                f"sequence_length {self.sequence_length} is beyond the model's max_position_embeddings "
-                f"{self.model.max_position_embeddings}\nfix: --model.max_position_embeddings {self.sequence_length}, "
-                "with --model.rope_scaling.* for weights trained on shorter sequences"
+                f"sequence_length {self.sequence_length} is beyond the model's max_position_embeddings {most}\n"
+                f"fix: --sequence-length {most}, or --model.max_position_embeddings {self.sequence_length}, with "
+                "--model.rope_scaling.* for weights trained on shorter sequences"
             )
         if self.lora.is_on and self.init_from is None and self.checkpoint_every is not None:
             raise UserError(
@@ -267,9 +268,13 @@ class TrainConfig:
                 "allowed: another layout, or no sliding window\nfix: --parallel.layout zigzag or striped"
             )
         if self.data.tokenizer == "bytes" and self.model.vocab_size < BYTE_IDS:
+            # The weights of init_from decide the size.
+            larger = f"--model.vocab_size {BYTE_IDS}"
+            if self.init_from is not None:
+                larger = f"transformers' resize_token_embeddings({BYTE_IDS}) of the model"
             raise UserError(
                 f"model.vocab_size {self.model.vocab_size} is too small for the tokenizer 'bytes'\n"
-                f"allowed: at least {BYTE_IDS}\nfix: --model.vocab_size {BYTE_IDS}, or another --data.tokenizer"
+                f"allowed: at least {BYTE_IDS}\nfix: another --data.tokenizer, or {larger}"
             )
 
     @property
