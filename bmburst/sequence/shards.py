@@ -204,7 +204,7 @@ class SequenceShard:
                 Default: a sequence is one document.
 
         Raises:
-            UserError: The shapes are wrong, the documents do not fit the batch, or the ranks hold different batches.
+            UserError: Shapes or dtypes are wrong, documents do not fit the batch, or the ranks hold different batches.
         """
         comm = self._comparing()
         if comm is None:
