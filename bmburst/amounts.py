@@ -5,8 +5,9 @@ import math
 import operator
 import os
 import re
+import textwrap
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from bmburst.errors import UserError
@@ -23,6 +24,7 @@ TOKENS_TOO = "also as 64K for 65536"
 GIB_TOO = "also as 128G, 512M or 1T"
 """The suffixes that `gibibytes` accepts."""
 _HOME = re.compile(r"(?:^|(?<=[=,]))~(?=/)")
+_UNBROKEN = "\N{NO-BREAK SPACE}"
 _UNITS = (("M", 1 << 20), ("K", 1 << 10))
 
 
@@ -32,6 +34,13 @@ def short(number: int, *, commas: bool = False) -> str:
         if number >= size and number % size == 0:
             return f"{number // size}{unit}"
     return f"{number:,}" if commas else str(number)
+
+
+def enumerated(head: str, parts: Iterable[str], columns: int) -> str:
+    """Return "head: first part, second part" in lines shorter than `columns`. No line breaks inside a part."""
+    text = f"{head}: {', '.join(part.replace(' ', _UNBROKEN) for part in parts)}"
+    lines = textwrap.wrap(text, columns - 1, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines).replace(_UNBROKEN, " ")
 
 
 def tokens(text: str) -> int:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 from bmburst import __version__
 from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, at_home, whole, why_not_text
 from bmburst.config import FieldHelpFormatter, nearest_name, short_help, show_rare
-from bmburst.errors import UserError
+from bmburst.errors import UserError, unknown
 from bmburst.launch import last_error
 from bmburst.outputs import FULL, write_fix
 
@@ -54,8 +54,9 @@ TOGETHER: Mapping[str, str] = MappingProxyType(
     }
 )
 """Modules of the commands that share one."""
-# argparse's message for a value of the wrong type.
+# argparse's messages for a value of the wrong type, and for one that is none of the allowed.
 _WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float|tokens|gibibytes) value: '(.*)'", re.DOTALL)
+_WRONG_CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
 _KINDS = MappingProxyType(
     {
         "int": "a whole number",
@@ -105,8 +106,12 @@ class CommandParser(argparse.ArgumentParser):
             option, kind, value = found.groups()
             is_large = kind == "int" and value.lstrip("+-").isdecimal()
             allowed = f"a whole number of at most {MOST:,}" if is_large else _KINDS[kind]
-            raise UserError(f"{option} {value}\nallowed: {allowed}\nfix: {self.prog} --help lists every option")
-        raise UserError(f"{message}\nfix: {self.prog} --help lists every option")
+            raise UserError(f"{option} {value}\nallowed: {allowed}\nfix: {self.prog} --help all lists every option")
+        if found := _WRONG_CHOICE.fullmatch(message):
+            option, value, listed = found.groups()
+            kind = f"value of {option}" if option.startswith("-") else "name"
+            raise unknown(kind, value, (name.strip("'") for name in listed.split(", ")), f"{self.prog} --help")
+        raise UserError(f"{message}\nfix: {self.prog} --help all lists every option")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the parsed arguments.
@@ -135,7 +140,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _unexpected(self, word: str) -> UserError:
         if not word.startswith("-") or word == "--":
-            return UserError(f"unexpected argument '{word}'\nfix: {self.prog} --help lists every option")
+            return UserError(f"unexpected argument '{word}'\nfix: {self.prog} --help all lists every option")
         known: dict[str, str] = {}
         for option in self._option_string_actions:
             if option.startswith("--"):
@@ -143,7 +148,7 @@ class CommandParser(argparse.ArgumentParser):
                 known.setdefault(option[2:].replace("-", "_"), option)
         near = nearest_name(word.lstrip("-"), known)
         hint = f"; did you mean '{known[near]}'?" if near else ""
-        return UserError(f"unknown option '{word}'{hint}\nfix: {self.prog} --help lists every option")
+        return UserError(f"unknown option '{word}'{hint}\nfix: {self.prog} --help all lists every option")
 
 
 class _Help(argparse.Action):

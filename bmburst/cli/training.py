@@ -1,8 +1,10 @@
 """The options that `bmburst train` and `bmburst check` share, and the configuration that they give."""
 
 import argparse
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from bmburst.checkpoint.files import FOLDER, newest_complete
@@ -30,12 +32,21 @@ SHORT = {"data.source": "--data"} | {
         "transport",
     )
 }
-COMMON = (
-    *("preset", "init_from", "data.source", "data.tokenizer", "sequence_length", "batch_size", "steps", "epochs"),
-    *("dtype", "optimizer.lr", "schedule.warmup_steps", "lora.rank", "dpo.beta", "optimizer.offload", "nproc"),
-    *("parallel.sequence_parallel", "output", "checkpoint_every", "eval_every", "resume"),
+COMMON: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("preset", "init_from", "data.source", "data.tokenizer", "sequence_length", "batch_size"), ""),
+        "steps": "",
+        "epochs": "as many as the steps are",
+        "dtype": "bfloat16 on GPUs",
+        "optimizer.lr": "by model; lower with init_from",
+        "schedule.warmup_steps": "by model",
+        **dict.fromkeys(("lora.rank", "dpo.beta", "optimizer.offload"), ""),
+        "nproc": "all GPUs, else 2",
+        "parallel.sequence_parallel": "all",
+        **dict.fromkeys(("output", "checkpoint_every", "eval_every", "resume"), ""),
+    }
 )
-"""The twenty settings that `--help` shows; `--help all` shows all."""
+"""The twenty settings that `--help` shows, in this order, with defaults that are short; `--help all` shows all."""
 TITLES = {
     "": "run",
     "model": "model (defaults: the preset's; llama-tiny's are shown)",

@@ -32,7 +32,8 @@ def communicator(group: object) -> CheckedCommunicator:
             world: BMTrain's if it was started, else torch.distributed's default group, else this process alone.
 
     Raises:
-        UserError: `group` is none of these, or this rank is not in it.
+        UserError: `group` is none of these, or this rank is not in it; or a launcher started several ranks, and `group`
+            is None before this process has joined them.
     """
     if group is None:
         group = _world()
@@ -141,7 +142,19 @@ def _world() -> object:
         return config["comm"]
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and ranks.isdecimal() and int(ranks) > 1:
+        # Alone, each rank would take its part for the whole sequence, or the whole sequence for its part.
+        raise UserError(
+            f"a launcher started {ranks} ranks, but this process is not connected to the others\n"
+            "fix: torch.distributed.init_process_group(), or bmburst.start() for BMTrain, before its first call"
+        )
     return single_rank_group()
+
+
+def is_connected() -> bool:
+    """Return whether this process has joined other ranks, by BMTrain or torch.distributed."""
+    return _bmtrain_config() is not None or (dist.is_available() and dist.is_initialized())
 
 
 def _bmtrain_config() -> dict[str, Any] | None:

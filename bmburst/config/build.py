@@ -11,8 +11,9 @@ import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from bmburst.config.fields import (
@@ -34,6 +35,7 @@ from bmburst.errors import UserError, with_fix
 Config = TypeVar("Config")
 _COLUMNS = 80  # of a terminal, for which the short help is made
 _RARE = "rare_help"  # attribute of an option that help hides: its text
+_COMMON = "common_place"  # attribute of an option that short help shows: its place, and a short default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,7 +221,7 @@ def add_options(
     *,
     short: Mapping[str, str],
     titles: Mapping[str, str],
-    common: Collection[str] = (),
+    common: Mapping[str, str] = MappingProxyType({}),
     only: Mapping[str, str] | None = None,
 ) -> None:
     """Add an option `--dotted.name VALUE` for every field of a configuration.
@@ -233,7 +235,8 @@ def add_options(
         short: Map from dotted name to a shorter option, for example {"data.source": "--data"}.
         titles: Title of each object's group of options; "" is the top level.
         only: Names of the fields that get options, with the texts of their defaults; None for all fields.
-        common: Names of the fields that `--help` shows; the others only in `--help all`. By default all are shown.
+        common: Names of the fields that `--help` shows, in this order, with short texts of their defaults where the
+            fields' own are long, else "". The others are only in `--help all`. By default all are shown.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for leaf in leaves(defaults):
@@ -253,7 +256,9 @@ def add_options(
             help=_help(leaf).replace("%", "%%"),
             **flag,
         )
-        if common and leaf.name not in common:
+        if leaf.name in common:
+            setattr(action, _COMMON, (list(common).index(leaf.name), common[leaf.name]))
+        elif common:
             setattr(action, _RARE, action.help)
             action.help = argparse.SUPPRESS
 
@@ -269,21 +274,22 @@ def show_rare(parser: argparse.ArgumentParser) -> bool:
 def short_help(parser: argparse.ArgumentParser) -> str:
     """Return a line for each option that `add_options` does not hide; empty if it hides none.
 
-    A line has the option, what its help says up to the first comma, colon or period, and the default if there is room.
+    A line has the option, what its help says up to the first comma, colon or period, and the default. Fields of a
+    configuration are in the order of `common` of `add_options`.
     """
     if not any(hasattr(action, _RARE) for action in parser._actions):
         return ""
     actions = [action for action in parser._actions if action.dest != "help" and action.help != argparse.SUPPRESS]
-    shown = {action.option_strings[0]: str(action.help) for action in actions}
-    width = max(map(len, shown))
+    fields = iter(sorted((each for each in actions if hasattr(each, _COMMON)), key=lambda each: getattr(each, _COMMON)))
+    shown = [next(fields) if hasattr(action, _COMMON) else action for action in actions]
+    width = max(len(action.option_strings[0]) for action in shown)
     lines = [parser.format_usage().rstrip() + "  # every option, with all that it takes"]
-    for option, text in shown.items():
-        said, _, notes = text.replace("%%", "%").partition(" [")
-        said = re.split(r"[,:.;](?: |$)", said)[0]
-        line = f"  {option:<{width}}  {textwrap.shorten(said, _COLUMNS - width - 5, placeholder=' ...')}"
-        default = re.search(r"default ([^;]+)]$", notes)
-        longer = f"{line} [{default[1]}]" if default else line
-        lines.append(longer if len(longer) < _COLUMNS else line)
+    for action in shown:
+        said, _, notes = str(action.help).replace("%%", "%").partition(" [")
+        said = re.split(r"[,:.;](?: |$)", said[:1].upper() + said[1:])[0]
+        own = re.search(r"default ([^;]+)]$", notes)
+        default = getattr(action, _COMMON, ("", ""))[1] or (own[1] if own else "")
+        lines.append(f"  {action.option_strings[0]:<{width}}  {said}{f' [{default}]' if default else ''}")
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """Reads documents from text files, and rows from JSONL and JSON files and data sets: `find_sources` finds the files."""
 
 import codecs
+import difflib
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from bmburst.data.sources import PIECE_BYTES, SourceFile, unreadable
 from bmburst.data.streams import opened
 from bmburst.data.tables import dataset_rows, parquet_rows
 from bmburst.errors import UserError
+from bmburst.record_format import COLUMNS
 
 KINDS = (
     '{"messages": [...]}, {"conversations": [...]}, {"prompt": "...", "completion": "..."}, '
@@ -34,6 +36,7 @@ _CONVERT = "convert it: iconv -f ENCODING -t UTF-8, where ENCODING is what it wa
 _FROM_ARROW = "give the folder that save_to_disk wrote, or write Parquet: datasets.Dataset.from_file(...).to_parquet"
 # First bytes of files that must be converted first: what they are, and how to convert them.
 _PACKED = {
+    b"%PDF-": ("a PDF", "pdftotext FILE, which writes a .txt"),
     b"PK\x03\x04": ("a zip archive", "unzip it"),
     b'\x04"M\x18': ("compressed with lz4", "unlz4 it"),
     **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), ("an Arrow file", _FROM_ARROW)),
@@ -282,6 +285,14 @@ def _texts(
         yield Document(name=name, pieces=[text.encode("utf-8", "replace").decode("utf-8")])
 
 
+def column_meant(row: Iterable[str]) -> str:
+    """Return, for a message, the column whose name a row of unknown columns most likely misspells; "" if none."""
+    for key in row:
+        if near := difflib.get_close_matches(key, COLUMNS, n=1, cutoff=0.8):
+            return f"; did you mean '{near[0]}'?"
+    return ""
+
+
 def _text(text_field: str, name: str, value: Any) -> str:
     if isinstance(value, UserError):  # the line is not valid JSON
         raise value
@@ -293,7 +304,7 @@ def _text(text_field: str, name: str, value: Any) -> str:
     if text_field not in value:
         raise UserError(
             f"{name}: no field '{text_field}', or null in a table; the line has "
-            f"{', '.join(map(repr, list(value)[:10])) or 'none'}\n"
+            f"{', '.join(map(repr, list(value)[:10])) or 'none'}{column_meant(value)}\n"
             f"allowed: {KINDS}\n"
             "fix: remove a row without text; of text, name its field: --text-field NAME, in bmburst train "
             "--data.text_field; of messages, --messages-field NAME; of other records, --columns "

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from bmburst.data.documents import KINDS, first_row, rows, with_others
+from bmburst.data.documents import KINDS, column_meant, first_row, rows, with_others
 from bmburst.data.messages import (
     MARKS,
     empty,
@@ -234,7 +234,8 @@ def _single(name: str, value: dict[str, Any], text_field: str) -> tuple[Record, 
     else:
         keys = ", ".join(map(repr, list(value)[:10])) or "none"
         raise UserError(
-            f"{name}: no known key, or null in a table; the line has {keys}\nallowed: {KINDS}; pairs: {PAIRS}\n"
+            f"{name}: no known key, or null in a table; the line has {keys}{column_meant(value)}\n"
+            f"allowed: {KINDS}; pairs: {PAIRS}\n"
             "fix: remove a row without values; rename the keys of that line, or name them: --data.columns "
             "prompt=question,completion=answer"
         )

@@ -24,6 +24,7 @@ _SPARE_TOKENS = 8  # tokens of an answer beyond the digits: a space, a quotation
 _ELLIPSES = ("...", "\u2026")
 _REFUSED = "#bbbbbb"
 _INCHES = 0.75  # size of a cell in the image
+_DARK = 0.15  # shares below it, and as near to 1, have dark colours
 _COLUMNS = 9  # columns of a table, which is then 8 + 9 * 8 characters wide
 _FORMS = 10**6  # depths are rounded to multiples of 1 / _FORMS; equal ones have the same keys
 
@@ -220,7 +221,9 @@ def draw(results: Mapping[str, Sequence[PasskeyCell]], test: PasskeyTest, path: 
     axes.set_facecolor(_REFUSED)
     for row, depth in enumerate(depths):
         for column, length in enumerate(lengths):
-            axes.text(column, row, _words_of(found[length, depth]), ha="center", va="center", fontsize=8)
+            share = shares[row][column]
+            ink = "white" if share < _DARK or share > 1 - _DARK else "black"  # of a refused length: black on gray
+            axes.text(column, row, _words_of(found[length, depth]), ha="center", va="center", fontsize=8, color=ink)
     axes.set_xticks(range(len(lengths)), [short(length, commas=True) for length in lengths], rotation=30)
     axes.set_yticks(range(len(depths)), [f"{depth:.4g}" for depth in depths])
     axes.set_xlabel("tokens of the prompt")

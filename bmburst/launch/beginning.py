@@ -1,10 +1,10 @@
 """How the time from the start of a command to its first step, or to its model, is spent: `Beginning`."""
 
 import os
-import textwrap
 import time
 from collections.abc import Mapping
 
+from bmburst.amounts import enumerated
 from bmburst.launch.rank import LAUNCHER, start_time
 
 _SHOWN = 0.05  # seconds of a part that is shown
@@ -60,8 +60,7 @@ class Beginning:
     def until(self, what: str) -> str:
         """Return the parts that take time in lines of 80 columns: "12.3 s to the model: checks 1.2, imports 2.3"."""
         parts = (f"{name} {seconds:.1f}" for name, seconds in self._seconds.items() if seconds >= _SHOWN)
-        text = f"{sum(self._seconds.values()):.1f} s to {what}: {', '.join(parts)}"
-        return textwrap.fill(text, 79, subsequent_indent="  ")
+        return enumerated(f"{sum(self._seconds.values()):.1f} s to {what}", parts, 80)
 
 
 def _started(pid: int) -> float | None:

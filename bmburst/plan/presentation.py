@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from bmburst.amounts import GIB, short
+from bmburst.amounts import GIB, enumerated, short
 from bmburst.outputs import blank_picture, explained_write, save_picture
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.inference import Generation, GenerationTask
@@ -189,7 +189,7 @@ def memory_lines(prediction: Prediction) -> list[str]:
     for name, nbytes in {**memory.lines, **memory.outside}.items():
         lines.append(f"  {name:29} {nbytes / GIB:8.2f} GiB")
     others = (f"{name} {nbytes / GIB:.1f}" for name, nbytes in memory.moments.items() if name != memory.moment)
-    lines.append(f"in torch's allocator at other moments: {', '.join(others)} GiB")
+    lines.append(enumerated("GiB in torch's allocator at other moments", others, 120))
     if memory.host:
         used, most = memory.in_host / GIB, memory.host_capacity / GIB
         lines.append(f"memory of a host: {used:.1f} of {most:.1f} GiB that it has for this")

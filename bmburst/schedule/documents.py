@@ -158,7 +158,10 @@ def document_lengths(values: Any) -> tuple[int, ...]:
             "lengths of documents are empty\nallowed: at least one\nfix: give the number of tokens of each document"
         )
     if (first := next((i for i, n in enumerate(lengths) if n < 1), None)) is not None:
-        raise UserError(f"document {first} has {lengths[first]} tokens\nfix: leave out documents without a token")
+        fix = "leave out documents without a token"
+        if first == lengths[0] == 0 and len(lengths) > 1 and all(a < b for a, b in pairwise(lengths)):
+            fix = f"Documents.from_cu_seqlens, as these ascend from 0; else {fix}"
+        raise UserError(f"document {first} has {lengths[first]} tokens\nfix: {fix}")
     return lengths
 
 

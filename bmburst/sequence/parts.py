@@ -46,12 +46,13 @@ def dimension_of(x: Tensor, dim: int) -> int:
 
 
 def require_batch(tokens: Tensor, labels: Tensor | None, length: int) -> None:
-    """Check that tokens, and labels if given, are tensors `[batch, length]`.
+    """Check that tokens, and labels if given, are tensors `[batch, length]` of whole numbers.
 
     Raises:
         UserError: They are not.
     """
-    for name, tensor in (("tokens", tokens), *([] if labels is None else [("labels", labels)])):
+    given = [("tokens", tokens), *([] if labels is None else [("labels", labels)])]
+    for name, tensor in given:
         require_tensor(name, tensor, f"[batch, {length}]")
         require_numbers(name, tensor)
     shape = (len(tokens) if tokens.dim() else 0, length)
@@ -62,6 +63,12 @@ def require_batch(tokens: Tensor, labels: Tensor | None, length: int) -> None:
             f"{names} shape {shapes}\nallowed: [batch, {length}], as the sequence has {length} tokens\n"
             f"fix: pass whole sequences, or make the SequenceShard for their length"
         )
+    for name, tensor in given:
+        if tensor.is_floating_point() or tensor.is_complex():
+            raise UserError(
+                f"{name} have dtype {tensor.dtype}\nallowed: whole numbers, such as torch.int64\n"
+                "fix: pass token ids; to split other tensors, use bmburst.shard"
+            )
 
 
 def require_value(x: Tensor, pad_value: float) -> None:

@@ -14,6 +14,7 @@ from bmburst.attention.api import resolve_group
 from bmburst.attention.graphs import outside_of_graphs
 from bmburst.attention.options import gradient_signature, require_dense, require_no_transform
 from bmburst.comm.checks import CheckedCommunicator, call_number, contents, describe_tensors, in_backward_of, is_exact
+from bmburst.comm.groups import is_connected
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.schedule.mask import Mask, make_mask
@@ -204,7 +205,7 @@ class SequenceShard:
                 Default: a sequence is one document.
 
         Raises:
-            UserError: The shapes are wrong, the documents do not fit the batch, or the ranks hold different batches.
+            UserError: Shapes or dtypes are wrong, documents do not fit the batch, or the ranks hold different batches.
         """
         comm = self._comparing()
         if comm is None:
@@ -284,6 +285,8 @@ class SequenceShard:
         """Return the group over which batches are compared, if there is one and this thread may communicate."""
         is_alone = self.layout.size == 1 or threading.current_thread() is not threading.main_thread()
         if is_alone or torch.utils.data.get_worker_info() is not None:
+            return None
+        if self.group is None and not is_connected():
             return None
         comm = resolve_group(None) if self.group is None else self.group
         return comm if (comm.size, comm.rank) == (self.layout.size, self.rank) else None

@@ -4,6 +4,7 @@ Every field of a request is used, has no effect here, or is refused by name; `FI
 """
 
 import dataclasses
+import difflib
 import json
 import secrets
 import time
@@ -159,7 +160,9 @@ def _read_object(body: bytes) -> dict[str, Any]:
 def _refuse_unknown(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in FIELDS:
-            raise Refusal(400, f"the field {name!r} is not supported; leave it out", "unsupported_parameter", name)
+            near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85)
+            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+            raise Refusal(400, f"the field {name!r} is not supported; {hint}", "unsupported_parameter", name)
         if name not in _ONLY:
             continue
         if not any(type(value) in _same_types(only) and value == only for only in _ONLY[name]):
@@ -221,7 +224,8 @@ def _converted(name: str, option: str, value: Any) -> Any:
 
 def refusal_of(error: UserError, param: str | None = None) -> Refusal:
     """Return the refusal of a request with bad input."""
-    return Refusal(400, "; ".join(str(error).splitlines()), "invalid_value", param)
+    text = str(error).replace("that line", "the request")  # messages are checked as those of a file are
+    return Refusal(400, "; ".join(text.splitlines()), "invalid_value", param)
 
 
 def limited(options: GenerationOptions, new_tokens: int) -> GenerationOptions:

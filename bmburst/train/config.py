@@ -56,7 +56,7 @@ class TrainConfig:
     )
     steps: int = field("Total optimizer steps, also on resume.", default=200, unit="steps", minimum=1)
     epochs: float | None = field(
-        "Passes over the training sequences, in place of steps, also on resume. The last step has what is left.",
+        "Passes over the data, in place of steps, also on resume. The last step has what is left.",
         default=None,
         default_text="as many as the steps are",
         unit="epochs",
@@ -73,8 +73,9 @@ class TrainConfig:
         "Sequences that a rank computes at once; gradients accumulate.", default=1, unit="sequences", minimum=1
     )
     dtype: DtypeName = field(  # noqa: RUF009
-        "Data type of weights and activations. float16, with a dynamic loss scale: for GPUs without bfloat16.",
+        "Type of weights and activations. float16, with a dynamic loss scale: for GPUs without bfloat16.",
         default="float32",
+        default_text="bfloat16 on GPUs that have it, else float32",
     )
     recompute: str = field(
         "Activation checkpointing policy: what backward recomputes. none, block, block-keep-attention (all but "
@@ -83,6 +84,7 @@ class TrainConfig:
         "+keep-attention-last-8, +offload-first-12, +offload-attention-first-6, +offload-mlp-first-12: "
         "docs/memory.md. auto: the fastest that fits.",
         default="block-keep-attention",
+        default_text="auto on GPUs, else block-keep-attention",
     )
     host_memory: float | None = field(
         "Host memory of each machine that the run may use, a tenth of it kept in reserve.",
@@ -117,7 +119,7 @@ class TrainConfig:
         "Maximum number of held-out sequences in an evaluation.", default=8, unit="sequences", minimum=1
     )
     resume: bool | Literal["auto"] = field(
-        "Continue from the run's newest complete checkpoint; auto: begin where there is none.",
+        "Continue from the run's newest checkpoint; auto: begin where there is none.",
         default=False,
     )
     init_from: Path | None = field(  # noqa: RUF009
@@ -169,7 +171,7 @@ class TrainConfig:
     wandb_name: str | None = field("Name of the W&B run.", default=None, default_text="that of the run folder")
     wandb_tags: tuple[str, ...] = field("Tags of the W&B run.", default=())
     nproc: int | None = field(
-        "Number of ranks to start on this machine.",
+        "Ranks to start on this machine.",
         default=None,
         default_text="the parallel degrees multiplied where sequence_parallel is given, else all GPUs, else at least 2",
         unit="processes",
@@ -215,10 +217,11 @@ class TrainConfig:
         if self.recompute != AUTO:
             Policy.parse(self.recompute).require_layers(self.model.num_layers)
         if self.sequence_length > self.model.max_position_embeddings:
+            most = self.model.max_position_embeddings
             raise UserError(
-                f"sequence_length {self.sequence_length} is beyond the model's max_position_embeddings "
-                f"{self.model.max_position_embeddings}\nfix: --model.max_position_embeddings {self.sequence_length}, "
-                "with --model.rope_scaling.* for weights trained on shorter sequences"
+                f"sequence_length {self.sequence_length} is beyond the model's max_position_embeddings {most}\n"
+                f"fix: --sequence-length {most}, or --model.max_position_embeddings {self.sequence_length}, with "
+                "--model.rope_scaling.* for weights trained on shorter sequences"
             )
         if self.lora.is_on and self.init_from is None and self.checkpoint_every is not None:
             raise UserError(
@@ -265,9 +268,13 @@ class TrainConfig:
                 "allowed: another layout, or no sliding window\nfix: --parallel.layout zigzag or striped"
             )
         if self.data.tokenizer == "bytes" and self.model.vocab_size < BYTE_IDS:
+            # The weights of init_from decide the size.
+            larger = f"--model.vocab_size {BYTE_IDS}"
+            if self.init_from is not None:
+                larger = f"transformers' resize_token_embeddings({BYTE_IDS}) of the model"
             raise UserError(
                 f"model.vocab_size {self.model.vocab_size} is too small for the tokenizer 'bytes'\n"
-                f"allowed: at least {BYTE_IDS}\nfix: --model.vocab_size {BYTE_IDS}, or another --data.tokenizer"
+                f"allowed: at least {BYTE_IDS}\nfix: another --data.tokenizer, or {larger}"
             )
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bmburst.amounts import short
 from bmburst.blocks.dtypes import dtype_of
 from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verified_together, warn
 from bmburst.checkpoint.sharded_files import require_same
@@ -138,10 +139,13 @@ def draw_positions(bins: Sequence[PositionBin], model: str, path: Path) -> None:
 
 def draw_bins(axes: Any, bins: Sequence[PositionBin], label: str, title: str) -> None:
     """Draw the mean loss of each bin into axes of matplotlib; `label` names what the bins count."""
+    axes.set_xscale("log", base=2)
     if bins:
         edges = [each.first + 1 for each in bins] + [bins[-1].last + 2]
         axes.stairs([each.loss for each in bins], edges, color="#1f77b4", linewidth=2, baseline=None)
-    axes.set_xscale("log", base=2)
+        # Whole octaves, so that the axis has at least two numbers.
+        axes.set_xlim(2 ** math.floor(math.log2(edges[0])), 2 ** math.ceil(math.log2(edges[-1])))
+    axes.xaxis.set_major_formatter(lambda tokens, _: short(round(tokens)))
     axes.set_xlabel(label)
     axes.set_ylabel("loss, nats per token")
     axes.set_title(title, fontsize=10)

@@ -123,7 +123,7 @@ class DPOConfig:
     """Direct preference optimization (arXiv:2305.18290), on pairs of answers."""
 
     beta: float | None = field(
-        "Weight of the log-probability ratios in the loss; none: no preference training.", default=None, above=0
+        "Weight of log-probability ratios in the loss; none: no preference training.", default=None, above=0
     )
     reference: Path | None = field(  # noqa: RUF009
         "Directory of the reference model.",

@@ -304,6 +304,10 @@ def test_batches_of_ranks_that_share_a_sequence_are_compared():
         ):
             with refused("disagree", "mesh.data_rank", "rank 0: ", "rank 1: "):
                 cut.batch(*given)
+        with refused("tokens", "torch.float32", "whole numbers", "bmburst.shard"):
+            cut.batch(ids.float())
+        with refused("labels", "torch.float32", "whole numbers"):
+            cut.batch(ids, ids.float())
         with refused("[batch, 12]", "[2, 11]"):
             cut.batch(ids[:, : 12 - world.rank])  # which rank 1 refuses
         cut.batch(ids)

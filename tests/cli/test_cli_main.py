@@ -97,7 +97,13 @@ def test_unknown_commands(argv, words, capsys):
 def test_bad_options(argv, words, command, capsys):
     text = refused(capsys, "check", *argv)
     assert text.startswith("bmburst check: ")
-    says(text, words, "bmburst check --help")
+    says(text, words, "bmburst check --help all")
+
+
+def test_a_value_that_is_none_of_the_allowed_names_the_nearest(capsys):
+    says(refused(capsys, "bench", "atention"), "'atention' | did you mean 'attention'? | bmburst bench --help")
+    words = "--runtime | 'tourch' | did you mean 'torch'? | bmtrain, torch"
+    says(refused(capsys, "bench", "attention", "--runtime", "tourch"), words)
 
 
 def test_exit_status_and_arguments_pass_through(command):

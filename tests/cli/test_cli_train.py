@@ -43,6 +43,7 @@ def test_help_shows_every_field_with_unit_and_default(command, config, capsys):
 
 
 def test_help_shows_the_twenty_settings_that_people_use(capsys):
+    by_name, own = {leaf.name: leaf for leaf in leaves(TrainConfig())}, ("--config", "--all", "--json")
     for command, others in (("train", 1), ("check", 4)):
         assert main([command, "--help"]) == 0
         text = capsys.readouterr().out
@@ -50,7 +51,10 @@ def test_help_shows_the_twenty_settings_that_people_use(capsys):
         assert sorted(shown) == sorted(COMMON) and len(COMMON) == 20
         usage, *options = re.split(r"\n(?=  --)", text.rstrip())
         assert "--help all" in usage and len(options) == 20 + others  # each in a line
-        assert max(map(len, options)) < 80 and " ..." not in "".join(options)  # whole phrases
+        assert max(map(len, options)) < 80
+        # In the order of the list, each with its default.
+        assert sorted(shown, key=lambda name: text.index(f"\n  --{option_of(by_name[name])} ")) == list(COMMON)
+        assert all(line.endswith("]") for line in options if line.split()[0] not in own), options
     assert "\n  --steps " in text and "Total optimizer steps [200]\n" in text
     says(refused(capsys, "train", "--help", "everything"), "--help everything | all")
 

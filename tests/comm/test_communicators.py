@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import bmburst
 from bmburst.comm.groups import communicator
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape, current_mesh, using_mesh
@@ -264,6 +265,26 @@ def test_a_lost_rank_ends_the_others_at_once():
     with pytest.raises(KeyError, match="the reason"):
         run_ranks(3, body)
     assert time.monotonic() - started < 10
+
+
+def test_a_launched_rank_that_has_not_joined_is_not_alone(monkeypatch):
+    """Its part would pass for the whole sequence, or the whole sequence for its part."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    whole = torch.randn(1, 8, 2, 4)
+    for call in (
+        lambda: communicator(None),
+        lambda: bmburst.shard(whole),
+        lambda: bmburst.unshard(whole, length=8),
+        lambda: bmburst.burst_attention(whole, whole, whole),
+    ):
+        with refused("2 ranks", "not connected", "init_process_group()", "bmburst.start()"):
+            call()
+    # A size and a rank that are given need no group.
+    cut = bmburst.SequenceShard.cut(8, layout="zigzag", size=2, rank=1)
+    assert cut.batch(torch.arange(8)[None]).tokens.tolist() == [[2, 3, 4, 5]]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert communicator(None).size == 1
 
 
 def test_nothing_runs():

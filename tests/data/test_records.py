@@ -198,6 +198,7 @@ def test_an_array_of_json(tmp_path):
         ([1], "not a JSON object"),
         ({"question": "a"}, "no known key | question | messages | completion"),
         ({"messages": []}, "messages | role"),
+        ({"mesages": LONG}, "no known key | 'mesages' | did you mean 'messages'"),
         ({"messages": [{"content": "a"}]}, "message 1 | role"),
         ({"messages": [{"role": "robot", "content": "a"}, *LONG]}, "chat template | no role robot"),
         ({"messages": LONG[:1]}, "no answer"),

@@ -156,6 +156,7 @@ def test_jsonl_field_and_half_characters(tmp_path):
         (b'{"text": "a"', ["not valid JSON"]),
         (b"[1]", ["not a JSON object", "[1]"]),
         (b'{"body": "a"}', ["no field 'text'", "'body'", "--text-field"]),
+        (b'{"txt": "a"}', ["no field 'text'", "'txt'", "did you mean 'text'"]),
         (b'{"text": null}', ["must be a string", "null"]),
         (b'{"text": "\xff"}', ["byte 10", "not UTF-8", "iconv -f ENCODING", "GB18030"]),  # not all others are UTF-16
         (b"[" * 100_000, ["not valid JSON"]),
@@ -166,6 +167,12 @@ def test_malformed_jsonl_names_file_and_line(tmp_path, line, words):
     path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
     refuse(path, words=[f"{path}:2", *words])
     refuse(tmp_path, words=[f"{path}:2", *words])
+
+
+def test_a_pdf_is_named_with_what_makes_text_of_it(tmp_path):
+    path = tmp_path / "a.pdf"
+    path.write_bytes(b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n")
+    refuse(path, words=["a.pdf", "is a PDF", "pdftotext"])
 
 
 ROWS = [{"text": "a"}, {"text": "b\u2028"}]

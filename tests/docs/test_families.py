@@ -60,6 +60,7 @@ def test_the_exact_models_of_transformers_are_those_of_the_record() -> None:
     listed = next(part for part in section.split("\n\n") if part.startswith(f"{exact[0]}, "))
     assert listed.replace("\n", " ").rstrip(".").split(", ") == exact
     assert f"{len(exact)} of {len(rows)} " in section
+    assert f"{len(exact)} of {len(rows)} model types are exact" in " ".join((ROOT / "README.md").read_text().split())
     assert {"qwen2_moe", *FAMILIES} - {"minicpm"} <= {*exact}
     assert families.table({"rows": rows, "machine": {"ranks": 2}}) in path.with_suffix(".md").read_text()
 

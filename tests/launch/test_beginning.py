@@ -21,6 +21,8 @@ def test_parts_add_up_and_short_ones_are_not_shown():
         made.end(f"part {number}", 105.0 + number)
     lines = made.until("the end").splitlines()
     assert max(map(len, lines)) < 80 and len(lines) > 1 and lines[1].startswith("  ")
+    parts = [line.strip().rstrip(",") for line in ",".join(lines).split(":")[1].split(",")]
+    assert {*filter(None, parts)} >= {f"part {number} 1.0" for number in range(1, 20)}  # no line ends inside a part
 
 
 def test_it_begins_with_the_launcher_or_this_process(monkeypatch):

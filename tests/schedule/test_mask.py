@@ -218,6 +218,7 @@ REFUSED = [
     (lambda: SlidingWindow(True), "sliding window | whole number | at least 1 | got True"),
     (lambda: SlidingWindow(4, "no"), "causal | bool | 'no' | True or False"),
     (lambda: Documents([3, 0]), "document 1 | 0 tokens | leave | out"),
+    (lambda: Documents([0, 3, 5]), "document 0 | 0 tokens | from_cu_seqlens"),
     (lambda: Documents([3, -2]), "document 1 | -2 tokens | leave | out"),
     (lambda: Documents([3, 2], 4), "causal | bool | 4 | True or False"),
     (lambda: Documents([3, 2.0]), "lengths | documents | whole numbers | [3, 2.0]"),

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
     text = TrainConfig(model=model, data=DataConfig(source=str(tmp_path / "text.txt")))
     says(refusal_of(check_paths, text), "vocab_size 256 | at least 259")
     check_paths(TrainConfig(data=DataConfig(source=str(file.path))))
+    # Weights that exist have their size: an option does not change it.
+    named = partial(TrainConfig, model=model, data=DataConfig(tokenizer="bytes"))
+    says(refusal_of(named), "vocab_size 256 | at least 259 | --model.vocab_size 259")
+    told = says(refusal_of(named, init_from=tmp_path), "vocab_size 256 | at least 259 | resize_token_embeddings(259)")
+    assert "--model.vocab_size" not in told
+
+
+def test_a_sequence_beyond_the_model_names_the_longest_and_how_to_extend_it():
+    model = tiny.config(max_position_embeddings=512)
+    words = "sequence_length 1024 | --sequence-length 512 | --model.max_position_embeddings 1024 | rope_scaling"
+    says(refusal_of(TrainConfig, model=model, sequence_length=1024), words)
 
 
 @pytest.mark.parametrize("source", ["stdlib", "./stdlib"])

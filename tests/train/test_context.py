@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bmburst.inference.passkey import PasskeyCell
-from bmburst.outputs import is_picture
+from bmburst.outputs import blank_picture, is_picture
 from bmburst.train.context import Context
-from bmburst.train.evaluate import PositionBin
+from bmburst.train.evaluate import PositionBin, draw_bins
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 
@@ -103,6 +103,17 @@ def test_the_sentence_says_what_was_measured() -> None:
         "a pass key in 4,096 tokens is found at 2 of 3 depths"
     ).replace("4,096", "4K")
     assert Context(by_position=(), by_length=(), passkeys=()).sentence() == ""
+
+
+def test_positions_of_a_plot_are_numbers_of_tokens_even_in_one_octave() -> None:
+    for first, last, shown in ((16, 31, ["16", "32", "64"]), (1024, 2047, ["1K", "2K", "4K"])):
+        figure = blank_picture(6, 4)
+        axes = figure.subplots()
+        draw_bins(axes, [PositionBin(first=first, last=last, nats=30.0, tokens=10, loss=3.0)], "tokens", "loss")
+        figure.canvas.draw()
+        low, high = axes.get_xlim()
+        places = [(tick.get_position()[0], tick.get_text()) for tick in axes.get_xticklabels()]
+        assert [text for place, text in places if low <= place <= high] == shown
 
 
 def test_a_run_ends_with_it_if_asked_or_if_its_sequences_are_long(tmp_path: Path) -> None:
