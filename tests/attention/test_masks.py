@@ -158,7 +158,7 @@ def test_each_sample_may_have_its_own_mask(comm):
     whole = draw(4, 2, 26, 2, 1, 8)
     masks = (Documents([9, 17]), SlidingWindow(5) & Documents([20, 6]))
     expected = [reference(*(t[i : i + 1] for t in whole[:4]), mask) for i, mask in enumerate(masks)]
-    got = split_attention_of_samples(comm, whole, masks)
+    got = split_attention(comm, whole, "zigzag", masks, with_lse=False)
     for ours, theirs in zip(got, zip(*expected, strict=True), strict=True):
         torch.testing.assert_close(ours.detach(), torch.cat(theirs), rtol=1e-9, atol=1e-10)
 
@@ -176,15 +176,6 @@ def test_samples_are_joined_in_any_dtype_under_autocast(comm, low):
                 out = bmburst.burst_attention(q, q, q, mask=masks, group=comm)
             runs.append((out, *torch.autograd.grad(out.sum(), q)))
         assert all(a.equal(b) and a.dtype == dtype for a, b in zip(*runs, strict=True))
-
-
-def split_attention_of_samples(comm, whole, masks):
-    q, k, v, grad = (bmburst.shard(t, group=comm) for t in whole[:4])
-    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
-    out, lse = bmburst.burst_attention(q, k, v, mask=masks, length=26, group=comm, return_lse=True)
-    grads = torch.autograd.grad(out, (q, k, v), grad)
-    found = [bmburst.unshard(t, group=comm, length=26) for t in (out, *grads)]
-    return [found[0], bmburst.unshard(lse, dim=2, group=comm, length=26), *found[1:]]
 
 
 @pytest.mark.parametrize(
