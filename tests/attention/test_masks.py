@@ -13,7 +13,7 @@ from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.mesh import Mesh
 from tests.attention.oracle import draw, problem, reference
-from tests.attention.test_burst_attention import split_attention
+from tests.attention.test_burst_attention import compare, split_attention
 from tests.distributed.processes import on_processes
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.mask_oracle import random_mask, random_tree
@@ -58,15 +58,6 @@ def _map(blocks):
     cells[blocks // 2] = False
     cells[:, 0] = False
     return cells
-
-
-def compare(comm, layout, mask, length, heads, kv_heads, options):
-    with_lse = mask.blocks is None  # where a row sees nothing its log-sum-exp has no gradient
-    whole, expected = problem(length, heads, kv_heads, mask, with_lse)
-    for got, wanted in zip(
-        split_attention(comm, whole, layout, mask, with_lse=with_lse, **options), expected, strict=True
-    ):
-        torch.testing.assert_close(got.detach(), wanted, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize(("name", "strategy", "layout", "few"), pairwise(MASKS, STRATEGIES, LAYOUTS, [False, True]))
@@ -126,7 +117,7 @@ def test_over_processes():
 def test_the_default_device_is_the_programs_own(name):
     """What `torch.set_default_device` says is for its tensors: what is made here lies where the inputs do."""
     mask = MASKS[name](37)
-    problem(37, 2, 1, mask, mask.blocks is None)  # made here, and kept
+    problem(37, 2, 1, mask, value_dim=8)  # made here, and kept
 
     def body(comm):
         with torch.device("meta"):
