@@ -16,8 +16,6 @@ from tests.ops.biased_oracle import draw, draw_bee, long_segments
 from tests.ops.test_biased import DEVICE, error, ours
 from tests.pairs import long
 
-# The interpreter's, of rows that are not stored.
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 SIZES = {"uneven": BlockSizes(32, 16, 4, 1), "even": BlockSizes(16, 16, 4, 1)}
 
 

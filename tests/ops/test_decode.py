@@ -25,9 +25,6 @@ STARTS = (0, 1, 3, 15, 16, 40, -7, 17)  # the second and sixth see nothing, the 
 # Of the norm. Triton rounds the weights of 16-bit values to their dtype, as FlashAttention does.
 ERRORS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
-# The interpreter's, where no token is visible.
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
-
 
 class Case:
     """Queries and a cache that is NaN wherever it is not visible, and the definition's results in fp64 on the CPU."""

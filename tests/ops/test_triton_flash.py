@@ -35,13 +35,6 @@ LARGE += [((1024, 1024, True, 4, 4, 128), torch.float16), ((1, 300, True, 2, 1, 
 # A new head dim or dtype takes a GPU's compiler about ten seconds, the interpreter none.
 TILES = LARGE if DEVICE == "cuda" else in_turn([(tile,) for tile in SMALL], ERRORS)
 
-# The interpreter's, of numbers beyond a tile's edge, which are not stored.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:overflow encountered",
-    "ignore:invalid value encountered in matmul",
-    "ignore:divide by zero encountered in log",
-)
-
 
 @pytest.mark.parametrize(("tile", "dtype"), TILES, ids=str)
 def test_tile_equals_the_definition(tile, dtype):
