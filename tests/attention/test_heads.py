@@ -123,12 +123,9 @@ def units(request, monkeypatch):
     indirect=["units"],
 )
 def test_equals_one_device_in_fp64(size, layout, mask, units, case):
-    length, heads, kv_heads = (
-        (size, size, size),
-        (size + 1, 2 * size, 1),
-        (29, 3 * size, size),
-        (24, 2 * size, size),
-    )[case]
+    length, heads, kv_heads = ((size, size, size), (size + 1, 2 * size, 1), (29, 3 * size, size), (24, 2 * size, size))[
+        case
+    ]
     run_ranks(size, compare, layout, mask, length, heads, kv_heads, {"strategy": "heads"})
 
 

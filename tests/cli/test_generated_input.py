@@ -256,10 +256,7 @@ JSON_READERS = {
     "config.json": (SMALL.to_hugging_face(), _read_model),
     "qwen2/config.json": (SMALL.to_hugging_face() | {"model_type": "qwen2", "use_sliding_window": True}, _read_model),
     "center/config.json": (ModelCenterConfig.of(SMALL, "float32").to_values(), _read_model),
-    "model.safetensors.index.json": (
-        {"weight_map": {"a": "b.safetensors"}},
-        _read_parts,
-    ),
+    "model.safetensors.index.json": ({"weight_map": {"a": "b.safetensors"}}, _read_parts),
     "index/model.safetensors.index.json": ({"weight_map": {"a": "b.safetensors"}}, parts_of),
     "run/checkpoints/step-000002/state.json": (STATE, _read_state),
     "results.json": (

@@ -9,17 +9,7 @@ import bmburst
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.schedule.parallelism import STRATEGIES
 from tests.attention.oracle import draw, reference
-from tests.gpu.over_gpus import (
-    ADDED,
-    GPUS,
-    LENGTH,
-    LENGTHS,
-    SOFTCAP,
-    errors_of,
-    excess,
-    hold_graphs,
-    on_gpus,
-)
+from tests.gpu.over_gpus import ADDED, GPUS, LENGTH, LENGTHS, SOFTCAP, errors_of, excess, hold_graphs, on_gpus
 
 pytestmark = pytest.mark.gpu
 MASKS = {

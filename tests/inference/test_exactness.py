@@ -72,8 +72,7 @@ def test_short_prompts_end_where_the_gpu_takes_longer_than_its_host_or_keeps_too
 
 
 @pytest.mark.parametrize(
-    ("ranks", "family", "cache", "chunk"),
-    few_ranks(["llama", "llama-dynamic", "mistral"], ["auto", "tokens"], [1, 7]),
+    ("ranks", "family", "cache", "chunk"), few_ranks(["llama", "llama-dynamic", "mistral"], ["auto", "tokens"], [1, 7])
 )
 def test_chunks_change_nothing(family: str, ranks: int, cache: str, chunk: int) -> None:
     prompts = [prompt(length) for length in UNEVEN]

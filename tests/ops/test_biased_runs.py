@@ -148,10 +148,7 @@ def test_kernels_equal_the_plain_one_on_every_kind_of_block(name, most, cut):
     q, k, v, table, grad, _ = draw(1, size, max(rows, columns), 1, 16, formula.rows, torch.float32)
     wide = [t.to(DEVICE) for t in (grad[:, :rows], q[:, :rows], k[:, :columns], v[:, :columns], table)]
     results = []
-    for kernel, dtype in (
-        (BiasedReferenceKernel(), torch.float64),
-        (BiasedTritonKernel(sizes, most), torch.float32),
-    ):
+    for kernel, dtype in ((BiasedReferenceKernel(), torch.float64), (BiasedTritonKernel(sizes, most), torch.float32)):
         grad, q, k, v, table = (t.to(dtype) for t in wide)
         pairs = Pairs(formula, relations, queries, keys)
         part = kernel.forward(q, k, v, table, pairs, scale=0.3)

@@ -4,14 +4,7 @@ import pytest
 import torch
 
 from bmburst_ops import triton_decode
-from bmburst_ops.decode import (
-    KERNELS,
-    attend_visible,
-    decode_attention,
-    merge_decode,
-    runs_triton,
-    visible_tokens,
-)
+from bmburst_ops.decode import KERNELS, attend_visible, decode_attention, merge_decode, runs_triton, visible_tokens
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash.triton import TritonKernel
 from tests.ops.another_machine import AnotherMachine
@@ -296,14 +289,7 @@ def test_splits_fill_the_device():
 
 @pytest.mark.parametrize(
     ("length", "splits", "shares"),
-    [
-        (100, 2, (64, 36)),
-        (200, 4, (64, 64, 64, 8)),
-        (65, 4, (32, 32, 1)),
-        (40, 9, (32, 8)),
-        (3, 2, (3,)),
-        (0, 2, ()),
-    ],
+    [(100, 2, (64, 36)), (200, 4, (64, 64, 64, 8)), (65, 4, (32, 32, 1)), (40, 9, (32, 8)), (3, 2, (3,)), (0, 2, ())],
 )
 def test_shares_of_splits(monkeypatch, length, splits, shares):
     """Even but for units of 16 tokens, and of a block at least: few tokens are not spread over all splits."""

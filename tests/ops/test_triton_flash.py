@@ -5,16 +5,7 @@ import torch
 from triton import JITFunction
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import (
-    CAUSAL,
-    FULL,
-    BackwardInputs,
-    Gradients,
-    Partial,
-    Scoring,
-    queries_ahead,
-    select_kernel,
-)
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, Partial, Scoring, queries_ahead, select_kernel
 from bmburst_ops.flash.triton import TritonKernel, block_sizes_for
 from tests.attention.oracle import draw
 from tests.ops.another_machine import AnotherMachine
