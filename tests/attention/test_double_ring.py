@@ -18,6 +18,7 @@ from bmburst.schedule.ring_schedule import make_ring_order
 from bmburst_ops.flash import BackwardInputs
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, hold_accuracy
+from tests.comm.counting import Counting
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.live_bytes import LiveBytes
 from tests.pairs import pairwise
@@ -29,18 +30,6 @@ LAYOUTS = ["contiguous", "zigzag", "striped"]
 
 def everything(owner, rank):
     return True
-
-
-class Counting:
-    """A level that counts what it sends."""
-
-    def __init__(self, comm):
-        self.comm, self.rank, self.size, self.hops, self.sent = comm, comm.rank, comm.size, 0, 0
-
-    def ring(self, *tensors, shift=1):
-        assert shift % self.size
-        self.hops, self.sent = self.hops + 1, self.sent + sum(t.nbytes for t in tensors)
-        return self.comm.ring(*tensors, shift=shift)
 
 
 def double_attention(comm, nodes, ring_tensors, whole, mask, layout, with_lse=True):
@@ -94,7 +83,7 @@ def test_steps_without_work_are_not_taken(mask, ring_tensors):
         for ours, wanted in zip(got, expected, strict=True):
             torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-10)
         causal = double_attention(comm, 2, ring_tensors, whole, "causal", "contiguous")[1]
-        return groups.intra.hops, causal.intra.hops
+        return groups.intra.calls, causal.intra.calls
 
     (hops,) = set(run_ranks(6, body))
     assert hops[0] < hops[1]

@@ -10,10 +10,10 @@ import bmburst
 from bmburst import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow, Tree
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.checks import CheckedCommunicator
 from bmburst.mesh import Mesh
 from tests.attention.oracle import draw, problem, reference
 from tests.attention.test_burst_attention import compare, split_attention
+from tests.comm.counting import counted
 from tests.distributed.processes import on_processes
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.mask_oracle import random_mask, random_tree
@@ -199,32 +199,11 @@ def test_ranks_with_different_masks_are_told(comm):
         bmburst.burst_attention(q, q, q, mask=Documents([6 + comm.rank, 10 - comm.rank]), group=comm)
 
 
-class Counting:
-    """A communicator that counts the bytes which reach its rank."""
-
-    def __init__(self, inner):
-        self._inner, self.received = inner, 0
-        self.rank, self.size, self.transport = inner.rank, inner.size, inner.transport
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def ring(self, *tensors, shift=1):
-        self.received += sum(t.numel() * t.element_size() for t in tensors)
-        return self._inner.ring(*tensors, shift=shift)
-
-    def pull(self, exchange, *rest):
-        others = [moves for owner, moves in enumerate(exchange.receives) if owner != self.rank]
-        self.received += sum(move.target.nbytes for moves in others for move in moves)
-        return self._inner.pull(exchange, *rest)
-
-
 @pytest.mark.parametrize(("strategy", "window_tokens"), [("gather", 7), ("ring", 32)])
 @on_ranks(4)
 def test_blocks_that_nobody_needs_do_not_move(comm, strategy, window_tokens):
     """A document that lives on one rank moves nothing; a window moves what the next rank sees, in a ring one block."""
-    counting = Counting(comm)
-    group = CheckedCommunicator(counting, torch.device("cpu"), always=False)
+    group, counting = counted(comm)
     q = torch.randn(1, 32, 2, 4, requires_grad=True)
     for mask, tokens in ((Documents([32] * 4), 0), (SlidingWindow(8), window_tokens)):
         if strategy == "gather" and comm.rank == 0:
