@@ -8,6 +8,7 @@ import torch
 import bmburst
 from bmburst.schedule.layout import padded_layout, real_positions
 from bmburst.schedule.mask import make_mask
+from tests.attention.oracle import reference
 
 
 def visible(mask, queries, keys):
@@ -41,22 +42,8 @@ def problem(queries, keys, heads, kv_heads, mask, dim=8, dtype=torch.float64, wi
     rng = torch.Generator().manual_seed(queries + 7 * keys)
     shapes = [(2, queries, heads, dim), *[(2, keys, kv_heads, dim)] * 2, (2, queries, heads, dim), (2, heads, queries)]
     drawn = (torch.randn(s, generator=rng, dtype=torch.float64) for s in shapes)
-    q, k, v, grad, grad_lse = whole = tuple(t.to(dtype).double() for t in drawn)
-    q, k, v = inputs = tuple(t.clone().requires_grad_() for t in (q, k, v))
-    seen = torch.from_numpy(visible(mask, queries, keys))
-    many = [t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v)]
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, many[0]) * dim**-0.5
-    scores = torch.where(seen, scores, -torch.inf)
-    largest = scores.amax(-1, keepdim=True).clamp_min(-1e30).detach()
-    weights = (scores - largest).exp()
-    total = weights.sum(-1, keepdim=True)
-    sees = total > 0
-    out = torch.einsum("bhqk,bkhd->bqhd", weights / torch.where(sees, total, 1), many[1])
-    lse = torch.where(sees, torch.where(sees, total, 1).log() + largest, -torch.inf)[..., 0]
-    objective = (out * grad).sum()
-    if with_lse:
-        objective = objective + torch.where(sees[..., 0], lse * grad_lse, 0).sum()
-    return whole, (out.detach(), lse.detach(), *torch.autograd.grad(objective, inputs))
+    whole = tuple(t.to(dtype).double() for t in drawn)
+    return whole, reference(*whole[:4], visible(mask, queries, keys), whole[4] if with_lse else None)
 
 
 def local(tensor, layout, rank, length, dim=1):

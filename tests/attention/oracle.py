@@ -13,19 +13,23 @@ def attention(q, k, v, mask, scale=None, softcap=None, sink=None):
     """q `[batch, tokens, heads, head_dim]`, k and v with their own heads, v with its own head dim -> out, lse.
 
     The log-sum-exp is `[batch, heads, tokens]`. A sink, `[heads]`, is one more logit of every row, without a value.
-    A mask may be what each query sees, bool `[queries, keys]`.
+    A mask may be what each query sees, bool `[queries, keys]`. Where a query sees nothing, the output is zero, the
+    log-sum-exp -inf, and gradients are zero.
     """
     group = q.shape[2] // k.shape[2]
     keys, values = (t.repeat_interleave(group, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    seen = torch.from_numpy(mask if isinstance(mask, np.ndarray) else visible(make_mask(mask), q.shape[1]))
+    is_matrix = isinstance(mask, np.ndarray | torch.Tensor)
+    seen = torch.as_tensor(mask if is_matrix else visible(make_mask(mask), q.shape[1]))
+    sees = seen.any(-1, keepdim=True)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sink is not None:
         scores = torch.cat((scores, sink[None, :, None, None].expand(*scores.shape[:3], 1)), -1)
-    # of a row that sees nothing they are no numbers
+    scores = scores.masked_fill(~sees, 0)  # any numbers: those of -inf alone would be none
     weights = scores.softmax(-1)[..., : k.shape[1]].masked_fill(~seen, 0)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, values), scores.logsumexp(-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
+    return out, scores.logsumexp(-1).masked_fill(~sees[..., 0], -torch.inf)
 
 
 def draw(seed, batch, tokens, heads, kv_heads, head_dim, dtype=torch.float64, spread=1.0, value_dim=None):

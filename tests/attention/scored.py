@@ -68,18 +68,12 @@ def recomputed(policy, **scores):
 
 def with_keys_of_another_sequence(**scores):
     """Hold cross-attention, with a mask for all samples and one for each, to the definition."""
-    q, k, v, grad, _ = draw(0, 2, 29, HEADS, KV_HEADS, DIM)
-    given = q[:, :13], k, v, grad[:, :13]
-    out, _, *grads = reference(*given, visible("causal", 13, 29), **scores)
+    q, k, v, grad, grad_lse = draw(0, 2, 29, HEADS, KV_HEADS, DIM)
+    whole = q[:, :13], k, v, grad[:, :13], grad_lse[:, :, :13]
+    given = whole, reference(*whole[:4], visible("causal", 13, 29), whole[4], **scores)
 
     def body(comm):
         for mask, strategy in product(("causal", ("causal", "causal")), ("auto", "gather", "kv", "burst")):
-            *inputs, grad = (bmburst.shard(t, group=comm) for t in given)
-            inputs = [t.requires_grad_() for t in inputs]
-            sizes = {"length": 13, "key_length": 29, "group": comm}
-            ours = bmburst.burst_attention(*inputs, mask=mask, strategy=strategy, **scores, **sizes)
-            found = (ours, *torch.autograd.grad(ours, inputs, grad))
-            for each, exact, length in zip(found, (out, *grads[:3]), (13, 13, 29, 29), strict=True):
-                torch.testing.assert_close(bmburst.unshard(each, length=length, group=comm), exact, **CLOSE)
+            compare(comm, mask, "zigzag", given, strategy=strategy, **scores)
 
     run_ranks(3, body)

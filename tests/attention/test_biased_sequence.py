@@ -29,8 +29,6 @@ BATCH = draw_bee(6, 1, 40)
 FORMULA, RELATIONS, TOKENS = ours(BATCH, "cpu")
 WHOLE = draw(7, 1, 40, 1, 8, BATCH.rows)
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
-
 
 def part_of(comm, device="cpu", **options):
     """Return every rank's tokens, one after another, as a new sequence; and its matrices, dO and the table."""

@@ -21,14 +21,20 @@ LAYOUTS = ["contiguous", "zigzag", "striped"]
 
 
 def split_attention(
-    comm, whole, layout, mask, dtype=torch.float64, with_lse=True, sink=None, recompute=None, **options
+    comm, whole, layout, mask, dtype=torch.float64, with_lse=True, sink=None, recompute=None, key_layout=None, **options
 ):
-    """Cut, attend on every rank, and put everything together again; the last gradient is that of a sink."""
-    length = whole[0].shape[1]
-    cut = {"layout": layout, "group": comm, "mask": make_mask(mask)}
-    q, k, v, grad = (bmburst.shard(t.to(dtype), **cut) for t in whole[:4])
-    grad_lse = bmburst.shard(whole[4].to(dtype), dim=2, **cut)
+    """Cut, attend on every rank, and put everything together again; the last gradient is that of a sink.
+
+    Keys are another sequence if they have a layout or a length of their own.
+    """
+    length, key_length = (t.shape[1] for t in whole[:2])
+    cut = {"layout": layout, "group": comm} | ({"mask": make_mask(mask)} if layout == "balanced" else {})
+    of_keys = cut | {"layout": key_layout or layout}
+    q, grad = (bmburst.shard(t.to(dtype), **cut) for t in (whole[0], whole[3]))
+    k, v = (bmburst.shard(t.to(dtype), **of_keys) for t in whole[1:3])
     leaves = [t.clone().requires_grad_() for t in (q, k, v, *(() if sink is None else (sink,)))]
+    if key_layout is not None or key_length != length:
+        options |= {"key_layout": key_layout, "key_length": key_length}
     options |= {"mask": mask, "layout": layout, "length": length, "group": comm, "return_lse": True}
 
     def work(q, k, v, sink=None):
@@ -37,20 +43,25 @@ def split_attention(
     out, lse = work(*leaves) if recompute is None else checkpoint(recompute, work, *leaves)
     assert out.dtype == dtype
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
-    real_tokens = bmburst.SequenceShard.cut(
-        length, layout=layout, size=comm.size, rank=comm.rank, mask=make_mask(mask)
-    ).real_tokens
-    padding = slice(real_tokens, None)
+    padding, key_padding = _padding(length, **cut), _padding(key_length, **of_keys)
     assert not out[:, padding].any()
     assert (lse[:, :, padding] == -torch.inf).all()
-    real = torch.isfinite(lse)
-    objective = (out * grad).sum() + ((lse[real] * grad_lse[real]).sum() if with_lse else 0)
+    objective = (out * grad).sum()
+    if with_lse:
+        grad_lse, real = bmburst.shard(whole[4].to(dtype), dim=2, **cut), torch.isfinite(lse)
+        objective = objective + (lse[real] * grad_lse[real]).sum()
     *grads, of_sink = (*torch.autograd.grad(objective, leaves), None)[:4]
-    assert all(not g[:, padding].any() for g in grads)
-    whole_lse = bmburst.unshard(lse, dim=2, length=length, **cut)
-    parts = [bmburst.unshard(g, length=length, **cut) for g in grads]
-    parts += [] if sink is None else [comm.all_gather(of_sink[None].contiguous()).wait()[0].flatten(0, 1).sum(0)]
-    return [bmburst.unshard(out, length=length, **cut), whole_lse, *parts]
+    assert not grads[0][:, padding].any() and not any(g[:, key_padding].any() for g in grads[1:])
+    found = [bmburst.unshard(t, length=length, **cut) for t in (out, grads[0])]
+    found += [bmburst.unshard(g, length=key_length, **of_keys) for g in grads[1:]]
+    found.insert(1, bmburst.unshard(lse, dim=2, length=length, **cut))
+    return found + (
+        [] if sink is None else [comm.all_gather(of_sink[None].contiguous()).wait()[0].flatten(0, 1).sum(0)]
+    )
+
+
+def _padding(length, group, **cut):
+    return slice(bmburst.SequenceShard.cut(length, size=group.size, rank=group.rank, **cut).real_tokens, None)
 
 
 def compare(comm, layout, mask, length, heads, kv_heads, options, value_dim=8):

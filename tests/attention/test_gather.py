@@ -15,6 +15,7 @@ from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, Refere
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, hold_accuracy, split_attention
+from tests.comm.counting import counted
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.live_bytes import LiveBytes
 from tests.pairs import pairwise
@@ -116,19 +117,6 @@ def test_strided_inputs_and_results():
     run_ranks(3, body)
 
 
-class Watching:
-    """A communicator that counts the bytes that come from others."""
-
-    def __init__(self, inner):
-        self.inner, self.rank, self.size, self.transport, self.received = inner, inner.rank, inner.size, "threads", 0
-        self.all_gather, self.outbox = inner.all_gather, inner.outbox
-
-    def pull(self, exchange, outbox, targets, lane=0):
-        others = (moves for p, moves in enumerate(exchange.receives) if p != self.rank)
-        self.received += sum(move.target.nbytes for moves in others for move in moves)
-        return self.inner.pull(exchange, outbox, targets, lane)
-
-
 def seen_by(layout, size, rank, length, mask):
     """Return how many keys of other ranks stand before one of a rank's queries, in 8 tokens a rank."""
     runs = [bmburst.schedule.layout.make_layout(layout, size, 8).runs(r) for r in range(size)]
@@ -144,14 +132,13 @@ def test_moves_only_what_the_mask_needs(most, layout, mask, length):
     size, batch, kv_heads, head_dim = 3, 2, 3, 8
 
     def body(comm):
-        watching = Watching(comm)
-        group = CheckedCommunicator(watching, torch.device("cpu"), always=False)
+        group, counting = counted(comm)
         q, k, v = (torch.randn(batch, 8, h, head_dim).bfloat16().requires_grad_() for h in (6, kv_heads, kv_heads))
         attend = partial(bmburst.burst_attention, group=group, layout=layout, mask=mask, length=length)
         out = attend(q, k, v, strategy="gather")
-        forward = watching.received
+        forward = counting.received
         out.sum().backward()
-        return forward, watching.received - forward
+        return forward, counting.received - forward
 
     seen = [seen_by(layout, size, rank, length, mask) for rank in range(size)]
     key = 2 * batch * kv_heads * head_dim * 2  # bytes of a token's K and V, or of their gradients

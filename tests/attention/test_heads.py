@@ -20,7 +20,7 @@ from bmburst_ops.flash.cpu import CpuKernel
 from tests.attention.exchange_ways import WAYS, move_heads
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare
-from tests.attention.test_ring_traffic import Counting
+from tests.comm.counting import counted
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.pairs import pairwise
@@ -123,12 +123,9 @@ def units(request, monkeypatch):
     indirect=["units"],
 )
 def test_equals_one_device_in_fp64(size, layout, mask, units, case):
-    length, heads, kv_heads = (
-        (size, size, size),
-        (size + 1, 2 * size, 1),
-        (29, 3 * size, size),
-        (24, 2 * size, size),
-    )[case]
+    length, heads, kv_heads = ((size, size, size), (size + 1, 2 * size, 1), (29, 3 * size, size), (24, 2 * size, size))[
+        case
+    ]
     run_ranks(size, compare, layout, mask, length, heads, kv_heads, {"strategy": "heads"})
 
 
@@ -217,9 +214,9 @@ def test_every_rank_may_have_strides_of_its_own(comm, units):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (4, 1)])
 @on_ranks(4)
 def test_moves_the_bytes_that_its_tensors_have(comm, heads, kv_heads, units):
-    counting = Counting(comm)
+    group, counting = counted(comm)
     q, k, v = (torch.randn(2, 6, h, 8).bfloat16().requires_grad_() for h in (heads, kv_heads, kv_heads))
-    out = bmburst.burst_attention(q, k, v, group=counting, strategy="heads")
+    out = bmburst.burst_attention(q, k, v, group=group, strategy="heads")
     away = (comm.size - 1) / comm.size
     repeated = max(kv_heads, comm.size)  # each rank gets a KV head of its own
     rows = 2 * 6

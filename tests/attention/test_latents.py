@@ -12,13 +12,12 @@ from bmburst.attention import at_once, latents
 from bmburst.attention.call import decide, head_shapes
 from bmburst.attention.latents import attend_latents
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.groups import communicator
 from bmburst.recompute import checkpoint
 from bmburst.schedule.units import Sizes
 from bmburst_ops.flash import ReferenceKernel
 from tests.attention.exchange_ways import move_heads
 from tests.attention.oracle import reference
-from tests.attention.test_ring_traffic import Counting
+from tests.comm.counting import counted
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.pairs import pairwise
 from tests.refusals import refused
@@ -117,8 +116,7 @@ def test_moves_the_bytes_of_latents_and_expands_once_a_pass(policy, passes, monk
     monkeypatch.setattr(latents, "_expanded", lambda *args: calls.append(args) or expanded(*args))
 
     def body(comm):
-        counting = Counting(comm)
-        group, options = communicator(counting), AttentionOptions(layout="contiguous")
+        (group, counting), options = counted(comm), AttentionOptions(layout="contiguous")
         q, latent, rotary = (t[:1, :6].clone().requires_grad_() for t in drawn()[:3])
         out = checkpoint(policy, lambda *own: attend_latents(*own, drawn()[3], None, group, options), q, latent, rotary)
         forward = counting.sent

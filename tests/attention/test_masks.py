@@ -10,10 +10,10 @@ import bmburst
 from bmburst import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow, Tree
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.checks import CheckedCommunicator
 from bmburst.mesh import Mesh
 from tests.attention.oracle import draw, problem, reference
-from tests.attention.test_burst_attention import split_attention
+from tests.attention.test_burst_attention import compare, split_attention
+from tests.comm.counting import counted
 from tests.distributed.processes import on_processes
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.mask_oracle import random_mask, random_tree
@@ -58,15 +58,6 @@ def _map(blocks):
     cells[blocks // 2] = False
     cells[:, 0] = False
     return cells
-
-
-def compare(comm, layout, mask, length, heads, kv_heads, options):
-    with_lse = mask.blocks is None  # where a row sees nothing its log-sum-exp has no gradient
-    whole, expected = problem(length, heads, kv_heads, mask, with_lse)
-    for got, wanted in zip(
-        split_attention(comm, whole, layout, mask, with_lse=with_lse, **options), expected, strict=True
-    ):
-        torch.testing.assert_close(got.detach(), wanted, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize(("name", "strategy", "layout", "few"), pairwise(MASKS, STRATEGIES, LAYOUTS, [False, True]))
@@ -126,7 +117,7 @@ def test_over_processes():
 def test_the_default_device_is_the_programs_own(name):
     """What `torch.set_default_device` says is for its tensors: what is made here lies where the inputs do."""
     mask = MASKS[name](37)
-    problem(37, 2, 1, mask, mask.blocks is None)  # made here, and kept
+    problem(37, 2, 1, mask, value_dim=8)  # made here, and kept
 
     def body(comm):
         with torch.device("meta"):
@@ -158,7 +149,7 @@ def test_each_sample_may_have_its_own_mask(comm):
     whole = draw(4, 2, 26, 2, 1, 8)
     masks = (Documents([9, 17]), SlidingWindow(5) & Documents([20, 6]))
     expected = [reference(*(t[i : i + 1] for t in whole[:4]), mask) for i, mask in enumerate(masks)]
-    got = split_attention_of_samples(comm, whole, masks)
+    got = split_attention(comm, whole, "zigzag", masks, with_lse=False)
     for ours, theirs in zip(got, zip(*expected, strict=True), strict=True):
         torch.testing.assert_close(ours.detach(), torch.cat(theirs), rtol=1e-9, atol=1e-10)
 
@@ -176,15 +167,6 @@ def test_samples_are_joined_in_any_dtype_under_autocast(comm, low):
                 out = bmburst.burst_attention(q, q, q, mask=masks, group=comm)
             runs.append((out, *torch.autograd.grad(out.sum(), q)))
         assert all(a.equal(b) and a.dtype == dtype for a, b in zip(*runs, strict=True))
-
-
-def split_attention_of_samples(comm, whole, masks):
-    q, k, v, grad = (bmburst.shard(t, group=comm) for t in whole[:4])
-    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
-    out, lse = bmburst.burst_attention(q, k, v, mask=masks, length=26, group=comm, return_lse=True)
-    grads = torch.autograd.grad(out, (q, k, v), grad)
-    found = [bmburst.unshard(t, group=comm, length=26) for t in (out, *grads)]
-    return [found[0], bmburst.unshard(lse, dim=2, group=comm, length=26), *found[1:]]
 
 
 @pytest.mark.parametrize(
@@ -217,32 +199,11 @@ def test_ranks_with_different_masks_are_told(comm):
         bmburst.burst_attention(q, q, q, mask=Documents([6 + comm.rank, 10 - comm.rank]), group=comm)
 
 
-class Counting:
-    """A communicator that counts the bytes which reach its rank."""
-
-    def __init__(self, inner):
-        self._inner, self.received = inner, 0
-        self.rank, self.size, self.transport = inner.rank, inner.size, inner.transport
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def ring(self, *tensors, shift=1):
-        self.received += sum(t.numel() * t.element_size() for t in tensors)
-        return self._inner.ring(*tensors, shift=shift)
-
-    def pull(self, exchange, *rest):
-        others = [moves for owner, moves in enumerate(exchange.receives) if owner != self.rank]
-        self.received += sum(move.target.nbytes for moves in others for move in moves)
-        return self._inner.pull(exchange, *rest)
-
-
 @pytest.mark.parametrize(("strategy", "window_tokens"), [("gather", 7), ("ring", 32)])
 @on_ranks(4)
 def test_blocks_that_nobody_needs_do_not_move(comm, strategy, window_tokens):
     """A document that lives on one rank moves nothing; a window moves what the next rank sees, in a ring one block."""
-    counting = Counting(comm)
-    group = CheckedCommunicator(counting, torch.device("cpu"), always=False)
+    group, counting = counted(comm)
     q = torch.randn(1, 32, 2, 4, requires_grad=True)
     for mask, tokens in ((Documents([32] * 4), 0), (SlidingWindow(8), window_tokens)):
         if strategy == "gather" and comm.rank == 0:

@@ -12,42 +12,9 @@ from bmburst.schedule.layout import Contiguous
 from bmburst.schedule.units import HeadShapes, backward_bytes
 from bmburst_ops.flash import ReferenceKernel
 from tests.attention.test_burst_attention import LAYOUTS, zeros
+from tests.comm.counting import counted
 from tests.distributed.threads import on_ranks, past_first_calls
 from tests.live_bytes import LiveBytes
-
-
-class Counting:
-    """A communicator that counts the bytes it sends of attention's blocks."""
-
-    def __init__(self, inner):
-        self.inner, self.rank, self.size, self.transport, self.sent = inner, inner.rank, inner.size, "threads", 0
-        self.all_gather = inner.all_gather
-
-    def ring(self, *tensors, shift=1):
-        self.sent += sum(t.numel() * t.element_size() for t in tensors)
-        return self.inner.ring(*tensors, shift=shift)
-
-    def outbox(self, nbytes, lane=0):
-        return self.inner.outbox(nbytes, lane)
-
-    inbox = outbox
-
-    def pull(self, exchange, outbox, targets, lane=0):
-        self.sent += exchange.bytes_sent
-        return self.inner.pull(exchange, outbox, targets, lane)
-
-    def push(self, exchange, sources, inbox, lane=0):
-        self.sent += exchange.bytes_sent
-        return self.inner.push(exchange, sources, inbox, lane)
-
-    def all_to_all(self, tensor):
-        self.sent += tensor.numel() * tensor.element_size() * (self.size - 1) // self.size
-        return self.inner.all_to_all(tensor)
-
-    def all_reduce(self, tensor):
-        raise AssertionError(tensor)
-
-    reduce_scatter = all_reduce
 
 
 @pytest.mark.parametrize(("strategy", "ring_tensors"), [("kv", "kv"), ("burst", "q")])
@@ -71,9 +38,9 @@ def test_moves_the_bytes_that_the_formula_says(comm, strategy, ring_tensors, hea
 
 def count(comm, dtype, heads, kv_heads, strategy, head_dim=8):
     """Return the bytes that a rank sends in forward, and in backward."""
-    counting = Counting(comm)
+    group, counting = counted(comm)
     q, k, v = (torch.randn(2, 6, h, head_dim).to(dtype).requires_grad_() for h in (heads, kv_heads, kv_heads))
-    out = bmburst.burst_attention(q, k, v, group=counting, strategy=strategy)
+    out = bmburst.burst_attention(q, k, v, group=group, strategy=strategy)
     forward = counting.sent
     out.sum().backward()
     return forward, counting.sent - forward

@@ -4,14 +4,7 @@ import pytest
 import torch
 
 import bmburst
-from tests.attention.scored import (
-    HEADS,
-    MASKS,
-    by_every_strategy,
-    problem,
-    recomputed,
-    with_keys_of_another_sequence,
-)
+from tests.attention.scored import HEADS, MASKS, by_every_strategy, problem, recomputed, with_keys_of_another_sequence
 from tests.distributed.threads import on_ranks
 from tests.pairs import long
 from tests.refusals import refused

@@ -19,7 +19,7 @@ from bmburst_ops.flash.padded import PaddedKernel
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
 from tests.attention.test_gather import in_units
-from tests.attention.test_ring_traffic import Counting
+from tests.comm.counting import counted
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.pairs import long, pairwise
 from tests.refusals import refused
@@ -61,11 +61,11 @@ def test_moves_the_bytes_of_both_widths(strategy, value_dim):
     """Which the cost model counts, too: not those of values padded to the width of keys."""
 
     def body(comm):
-        counting = Counting(comm)
+        group, counting = counted(comm)
         widths = 8, 8, value_dim, value_dim
         q, k, v, grad = (torch.randn(2, 6, 4, width).bfloat16().requires_grad_() for width in widths)
         options = {"strategy": strategy, "mask": "full", "layout": "contiguous"}
-        out = bmburst.burst_attention(q, k, v, group=counting, **options)
+        out = bmburst.burst_attention(q, k, v, group=group, **options)
         forward = counting.sent
         out.backward(grad)
         call = decide(comm, q, k, v, None, AttentionOptions(**options))

@@ -17,8 +17,8 @@ from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions
 from bmburst_ops.flash import BackwardInputs
 from bmburst_ops.merge import row_dots
-from tests.benchmarks.counting import Counting
 from tests.benchmarks.formulas import METHODS, Shape
+from tests.comm.counting import Counting
 from tests.distributed.threads import run_ranks
 
 STRATEGIES = {"burst": "burst", "kv": "kv", "gather": "gather", "heads": "heads (Ulysses) over NCCL"}
@@ -39,13 +39,22 @@ def inputs(of, dtype):
     return [torch.randn(of.batch, local, n, of.head_dim).to(dtype) for n in (of.heads, of.kv_heads, of.kv_heads)]
 
 
-class CountingPeers(Counting):
+class CountingHere(Counting):
+    """On the current stream too."""
+
+    def all_to_all_here(self, tensor):
+        nbytes = tensor.nbytes // self.size * (self.size - 1)
+        self._count(nbytes, nbytes)
+        return self._comm.all_to_all_here(tensor)
+
+
+class CountingPeers(CountingHere):
     """Blocks that copy engines would move: what depends on the transport does what it does over peers."""
 
     transport = "peer"
 
 
-def received(comm, strategy, of, dtype, counter=Counting, at_once=False):
+def received(comm, strategy, of, dtype, counter=CountingHere, at_once=False):
     q, k, v = inputs(of, dtype)
     call = decide(comm, q, k, v, None, AttentionOptions(mask="full", layout="contiguous", strategy=strategy))
     counting = counter(call.comm)
@@ -66,7 +75,7 @@ def test_our_strategies_receive_what_the_formulas_say(strategy, ranks, kv_heads,
     of = shape(ranks, kv_heads=kv_heads, itemsize=dtype.itemsize)
     method = METHODS[STRATEGIES[strategy]]
     for at_once in (False, True)[: 1 + (strategy == "heads")]:
-        for found in run_ranks(ranks, received, strategy, of, dtype, Counting, at_once):
+        for found in run_ranks(ranks, received, strategy, of, dtype, CountingHere, at_once):
             assert found == (method.forward(of), method.backward(of)), at_once
 
 

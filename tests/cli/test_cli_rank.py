@@ -181,16 +181,10 @@ def test_eval_refuses_a_cache_that_cannot_be_written(launches, held_out, tmp_pat
         (["--checkpoint", "gone", "--data", "held.txt"], "checkpoint gone | no such directory | allowed: "),
         (["--checkpoint", "empty", "--data", "held.txt"], "empty | no complete checkpoint"),
         (["--checkpoint", "run", "--data", "gone.txt"], "data gone.txt | no such file | allowed: "),
-        (
-            ["--checkpoint", "run", "--data", "held.txt"],
-            "config.json | No such file | fix: give a directory",
-        ),
+        (["--checkpoint", "run", "--data", "held.txt"], "config.json | No such file | fix: give a directory"),
         (["--checkpoint", "bert", "--data", "held.txt"], "model_type 'bert' | allowed: model_type llama"),
         (["--checkpoint", "llama", "--data", "held.txt"], "no weights | llama | allowed: model.safetensors"),
-        (
-            ["--checkpoint", "run", "--data", "latin.txt"],
-            "'latin.txt' | text file | byte 4 | UTF-8 | convert",
-        ),
+        (["--checkpoint", "run", "--data", "latin.txt"], "'latin.txt' | text file | byte 4 | UTF-8 | convert"),
         (["--checkpoint", "run", "--data", "lines.jsonl"], "lines.jsonl:1 | 'text' | 'body' | --text-field"),
         (
             ["--checkpoint", "run", "--data", "held.txt", "--sequence-length", "1"],

@@ -51,10 +51,7 @@ def test_what_is_given_is_kept(tmp_path):
         ({"micro_batch_size": "2"}, (8, 1, 16)),
         ({"batch_size": "4"}, (4, 2, 4)),  # of which 8 groups would have none
         ({"preset": "llama-3-8b", "sequence_length": "8192"}, (8, 1, 8)),
-        (
-            {"preset": "llama-3-8b", "sequence_length": "1048576", "model.max_position_embeddings": "1048576"},
-            (1, 8, 1),
-        ),
+        ({"preset": "llama-3-8b", "sequence_length": "1048576", "model.max_position_embeddings": "1048576"}, (1, 8, 1)),
         ({"parallel.sequence_parallel": "4"}, (1, 4, 1)),
         ({"parallel.data_parallel": "2"}, (2, None, 1)),
     ],
@@ -71,9 +68,7 @@ H200 = (Gpu("NVIDIA H200", (9, 0)),) * 4
 
 
 @pytest.mark.parametrize(
-    ("gpus", "tokens"),
-    [(H100[:2], 8192), (H100[:4], 32768), (H200[:2], 4096), (H200, 8192)],
-    ids=str,
+    ("gpus", "tokens"), [(H100[:2], 8192), (H100[:4], 32768), (H200[:2], 4096), (H200, 8192)], ids=str
 )
 def test_a_plain_command_takes_the_best_choice_by_hand(gpus, tokens):
     """llama-3-8b, 8 sequences a step: every mesh of data and sequence ranks, micro-batch and ZeRO level beside it."""

@@ -31,7 +31,7 @@ SBATCH = {  # options of SLURM's sbatch, from its manual
         "requeue",
         "time",
         "output",
-    ),
+    )
 }
 # In place of SLURM's srun: the command once for each of two nodes, at the same time.
 SRUN = """#!/bin/bash

@@ -77,10 +77,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 
 @pytest.mark.long
 def test_every_figure_is_in_a_page(site: Path) -> None:
-    assert [Page(site / f"{name}.html").drawings for name in ("how_it_works", "memory")] == [
-        len(FIGURES) - 2,
-        2,
-    ]
+    assert [Page(site / f"{name}.html").drawings for name in ("how_it_works", "memory")] == [len(FIGURES) - 2, 2]
 
 
 @pytest.mark.long

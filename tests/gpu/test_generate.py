@@ -8,7 +8,7 @@ from benchmarks.tiny_families import tiny_model
 from bmburst import Mesh
 from bmburst.integrations.transformers import register
 from bmburst.integrations.transformers_cache import SplitCache, generate
-from tests.gpu.test_transports import GPUS, run
+from tests.gpu.over_gpus import GPUS, run
 from tests.integrations import recurrent_program as program
 
 pytestmark = pytest.mark.gpu

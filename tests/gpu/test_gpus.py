@@ -1,57 +1,34 @@
 """On real GPUs, over NCCL: communicators, attention and training, over torch.distributed and in BMTrain programs."""
 
 import math
-import os
-from datetime import timedelta
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import bmburst
 from bmburst.comm.checks import Mismatch
 from bmburst.comm.groups import communicator
 from bmburst.mesh import Mesh
 from bmburst.recompute import POLICIES, checkpoint
-from bmburst_ops.machine import HERE
 from tests import tiny
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import starts_before_its_peer, verbs
-from tests.distributed.ports import held_port
 from tests.distributed.programs import run_program
+from tests.gpu.over_gpus import GPUS, errors, errors_of, excess, run
 from tests.refusals import refused
 from tests.train import equality_program as equality
 from tests.train import stages_program as stages
 from tests.train.test_stages import require_equal
 
 pytestmark = pytest.mark.gpu
-GPUS = torch.cuda.device_count()
-NEEDS_FA4 = pytest.mark.skipif(HERE.version("flash-attn-4") is None, reason="needs the package flash-attn-4")
-
-
-def run_nccl(size, body, *args):
-    with held_port() as port:
-        mp.spawn(_enter, args=(size, port, body, args), nprocs=size)
-
-
-def _enter(rank, size, port, body, args):
-    torch.cuda.set_device(rank)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("nccl", rank=rank, world_size=size, timeout=timedelta(seconds=120))
-    try:
-        body(*args)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
 @pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
 def test_communicator_and_attention(size, program, tmp_path):
-    if program == "bmtrain":
-        run_program(size, _communicator_and_attention, str(tmp_path), on_gpus=True)
-    else:
-        run_nccl(size, _communicator_and_attention, str(tmp_path))
+    run(program, size, _communicator_and_attention, str(tmp_path))
 
 
 def _communicator_and_attention(folder):
@@ -78,21 +55,11 @@ def _communicator_and_attention(folder):
     q, k, v = (t.cuda().bfloat16().transpose(1, 2).requires_grad_() for t in whole[:3])
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     grads = torch.autograd.grad(out, (q, k, v), whole[3].cuda().bfloat16().transpose(1, 2))
-    single = [t.transpose(1, 2).double().cpu() for t in (out, *grads)]
-    for layout in ("contiguous", "zigzag", "striped"):
-        for strategy in ("kv", "burst"):
-            for checked in (False, True):
-                comm.active = checked
-                mine = [bmburst.shard(t.cuda().bfloat16(), layout=layout, group=comm) for t in whole[:4]]
-                inputs = [t.clone().requires_grad_() for t in mine[:3]]
-                ours = bmburst.burst_attention(
-                    *inputs, layout=layout, strategy=strategy, length=301, group=comm, kernel="torch"
-                )
-                parts = [ours, *torch.autograd.grad(ours, inputs, mine[3])]
-                got = [bmburst.unshard(t, layout=layout, group=comm, length=301).double().cpu() for t in parts]
-                for name, a, b, c in zip("oqkv", got, single, exact[:1] + exact[2:], strict=True):
-                    ours_error, theirs = ((t - c).norm() / c.norm() for t in (a, b))
-                    assert ours_error <= 2 * theirs, (layout, strategy, name, ours_error.item(), theirs.item())
+    single = errors([t.transpose(1, 2) for t in (out, *grads)], exact)
+    for layout, strategy, checked in product(("contiguous", "zigzag", "striped"), ("kv", "burst"), (False, True)):
+        comm.active = checked
+        found = errors_of(comm, whole, "causal", exact, layout=layout, strategy=strategy, kernel="torch")
+        assert excess(found, single) <= 2, (layout, strategy, found, single)
 
 
 def check_streams(comm):

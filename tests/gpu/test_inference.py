@@ -14,7 +14,7 @@ from bmburst.inference.session import Engine, GenerationBatch, Session
 from bmburst.inference.weights import ResidentWeights
 from bmburst_ops.flash import select_kernel
 from tests import tiny
-from tests.gpu.test_gpus import run_nccl
+from tests.gpu.over_gpus import run_nccl
 from tests.inference.models import Greedy, directory, greedy, prompt
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ import torch
 
 import bmburst
 from bmburst.comm.groups import communicator, single_rank_group
-from tests.gpu.test_transports import GPUS, run
+from tests.gpu.over_gpus import GPUS, run
 
 pytestmark = pytest.mark.gpu
 DOCUMENTS = (150, 3, 1, 200, 47)

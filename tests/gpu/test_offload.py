@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.programs import on_program, run_program
+from tests.train import cases
 from tests.train import test_offload as offload
 from tests.train import test_offload_weights as weights
 
@@ -64,11 +65,11 @@ def _weights_train_alike(folder, dtype, policy):
         weights.trainer(folder, f"run-{streams}", streams, dtype, recompute=policy) for streams in (False, True)
     )
     for _ in range(2):
-        ours, wanted = (weights.losses(made, weights.STEPS // 2) for made in (streamed, resident))
+        ours, wanted = (cases.steps(made, weights.STEPS // 2) for made in (streamed, resident))
         assert np.array(ours) == pytest.approx(np.array(wanted), rel=1e-3)
         assert streamed.evaluate().loss == pytest.approx(resident.evaluate().loss, rel=1e-3)
     assert not any(p.is_cuda for p in streamed.model.model.layers.parameters())
-    ours, wanted = weights.held(streamed), weights.held(resident)
+    ours, wanted = cases.held(streamed), cases.held(resident)
     assert ours.keys() == wanted.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor.cpu(), wanted[name].cpu(), rtol=1e-2, atol=1e-3)

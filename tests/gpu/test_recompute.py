@@ -18,7 +18,7 @@ from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.gated_mlp import gated_mlp
 from tests import tiny
 from tests.distributed.programs import on_program
-from tests.gpu.test_gpus import NEEDS_FA4
+from tests.gpu.over_gpus import NEEDS_FA4
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()

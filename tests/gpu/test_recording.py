@@ -12,8 +12,7 @@ from bmburst.comm.groups import communicator
 from bmburst.comm.streams import CALLS, RECORDINGS
 from bmburst_ops.flash import inputs as kernel_inputs
 from bmburst_ops.flash import mask_corrections
-from tests.gpu.test_gpus import NEEDS_FA4
-from tests.gpu.test_transports import GPUS, on_gpus
+from tests.gpu.over_gpus import GPUS, NEEDS_FA4, on_gpus
 
 pytestmark = [pytest.mark.gpu, NEEDS_FA4]
 MASKS = {

@@ -7,13 +7,10 @@ import torch
 
 import bmburst
 from bmburst.comm.groups import communicator, single_rank_group
-from bmburst.errors import UserError
 from bmburst.schedule.parallelism import STRATEGIES
 from tests.attention.oracle import draw, reference
-from tests.gpu.test_softcap import ADDED, LENGTH, SOFTCAP
+from tests.gpu.over_gpus import ADDED, GPUS, LENGTH, SOFTCAP, errors_of, excess, hold_graphs, on_gpus, transports
 from tests.gpu.test_softcap import MASKS as CAUSAL_MASKS
-from tests.gpu.test_transports import GPUS, errors, on_gpus
-from tests.refusals import says
 
 pytestmark = pytest.mark.gpu
 # The gradient of a sink is one number a head: a sum over rows of terms of both signs, in each of which the output was
@@ -40,35 +37,17 @@ def test_every_strategy_over_every_transport(size, kernel):
         said = name, heads, kv_heads, softcap
         plain = reference(*whole[:4], mask, softcap=softcap)
         assert (plain[0] - exact[0]).norm() > 0.1 * exact[0].norm(), said  # the sink matters
-        options = {"kernel": kernel, "softcap": softcap}
-        *single, of_sink = errors(attend(single_rank_group(), whole, sink, mask, **options), exact)
+        given = whole, mask, exact
+        options = {"kernel": kernel, "softcap": softcap, "sink": sink}
+        *single, of_sink = errors_of(single_rank_group(), *given, **options)
         # Weights, dS, the results and the results with the sink are rounded; a package's tanh is off by 2^-11.
         bent = SOFTCAP * 2**-11 if softcap else 0.0
         assert max(single) < ONE_GPU + bent and of_sink < OF_SINK + bent, (*said, single, of_sink)
-        transports = ("auto", "nccl") if comm.size > 1 else ("auto",)
-        for strategy, transport in product(STRATEGIES, transports):
-            try:
-                got = attend(comm, whole, sink, mask, strategy=strategy, transport=transport, **options)
-            except UserError as error:
-                says(error, "cannot work")
-                assert strategy != "auto"
-                continue
-            *found, of_sink = errors(got, exact)
-            excess = [ours / theirs for ours, theirs in zip(found, single, strict=True)]
-            assert max(excess) < ADDED and of_sink < OF_SINK + bent, (*said, strategy, transport, excess, of_sink)
-
-
-def attend(group, whole, sink, mask, **options):
-    """Return the whole output and gradients; that of the sink is summed over the ranks."""
-    cut = {"layout": "zigzag", "group": group}
-    q, k, v, grad = (bmburst.shard(t.cuda().bfloat16(), **cut) for t in whole[:4])
-    inputs = [t.clone().requires_grad_() for t in (q, k, v, sink.float().cuda())]
-    options |= {"mask": mask, "length": LENGTH, "sink": inputs[3], **cut}
-    out = bmburst.burst_attention(*inputs[:3], **options)
-    *grads, of_sink = torch.autograd.grad(out, inputs, grad)
-    if group.size > 1:
-        (of_sink,) = group.all_reduce(of_sink).wait()
-    return [*(bmburst.unshard(t, length=LENGTH, **cut) for t in (out, *grads)), of_sink]
+        for strategy, transport in product(STRATEGIES, transports(comm)):
+            found = errors_of(comm, *given, strategy=strategy, transport=transport, **options)
+            if found is not None:
+                worst = excess(found[:-1], single)
+                assert worst < ADDED and found[-1] < OF_SINK + bent, (*said, strategy, transport, found)
 
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 2) + 1))
@@ -89,14 +68,16 @@ def test_calls_that_become_cuda_graphs(size, dtype):
         leaves = inputs if sink is None else [*inputs, sink]
         return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
 
-    first = {name: call(sink) for name, sink in (sinks | {"none": None}).items()}
+    def both(name):
+        """Call with a sink's own tensor and with the one that changes."""
+        if name == "none":
+            return call(None)
+        with torch.no_grad():
+            updated.copy_(sinks[name])
+        return [*call(sinks[name]), *call(updated)]
+
+    first = hold_graphs(both, {name: name for name in (*sinks, "none")})
+    for name in sinks:
+        assert all(torch.equal(a, b) for a, b in zip(first[name][:5], first[name][5:], strict=True)), name
     for one, other in (("small", "large"), ("large", "none"), ("small", "none")):
         assert not any(torch.equal(a, b) for a, b in zip(first[one], first[other], strict=False)), (one, other)
-    for turn in range(8):
-        for name, wanted in first.items():
-            again = [call(sinks.get(name))]
-            if name in sinks:
-                with torch.no_grad():
-                    updated.copy_(sinks[name])
-                again.append(call(updated))
-            assert all(torch.equal(a, b) for got in again for a, b in zip(got, wanted, strict=True)), (name, turn)

@@ -15,37 +15,20 @@ import bmburst
 from bmburst.comm import shared_memory
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.comm.transports import PEER_GROUPS, over_transport
-from bmburst.errors import UserError
 from bmburst.recompute import checkpoint
 from bmburst.schedule.parallelism import STRATEGIES
 from tests.attention.cross_oracle import problem
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import verbs
-from tests.distributed.decorated import on_each_rank
-from tests.distributed.programs import run_program
-from tests.gpu.test_gpus import check_streams, run_nccl
-from tests.refusals import refused, says
+from tests.gpu.over_gpus import GPUS, LENGTH, errors_of, excess, on_gpus, transports
+from tests.gpu.test_gpus import check_streams
+from tests.refusals import refused
 
 pytestmark = pytest.mark.gpu
-GPUS = torch.cuda.device_count()
 # Errors over those of one device's kernel: the same numbers where heads are exchanged; where partial results are added
 # up, those of a KV head that ranks share too, each was rounded to 16 bits by the kernel.
 EQUAL, ADDED = 1.02, 1.35
 SIZES = range(2, min(GPUS, 8) + 1)
-
-
-def run(program, size, body, *args):
-    if size > GPUS:
-        pytest.skip(f"needs {size} GPUs")
-    if program == "bmtrain":
-        run_program(size, body, *args, on_gpus=True, seconds=600)  # most of it compiles kernels
-    else:
-        run_nccl(size, body, *args)
-
-
-def on_gpus(size=None):
-    """Decorate a test that every rank runs, each on a GPU: as its argument `program` says, or by torch.distributed."""
-    return on_each_rank(lambda ranks, body: run(body.arguments.get("program", "torch.distributed"), ranks, body), size)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -90,76 +73,30 @@ def check_refusals():
 @on_gpus()
 def test_every_strategy_over_every_transport(size, program):
     comm = communicator(None)
-    length = 701
     for heads, kv_heads, mask in ((8, 8, "causal"), (8, 2, "causal"), (16, 4, "full")):
-        whole = draw(0, 1, length, heads, kv_heads, 64, torch.bfloat16)
-        exact = reference(*whole[:4], mask)
-        q, k, v, grad = (t.cuda().bfloat16() for t in whole[:4])
-        alone = errors(attend_alone(q, k, v, grad, mask), exact)
-        for layout in ("zigzag", "contiguous", "striped"):
-            for strategy in STRATEGIES:
-                for transport in ("auto", "nccl") if comm.size > 1 else ("auto",):
-                    mine = [bmburst.shard(t, layout=layout, group=comm) for t in (q, k, v, grad)]
-                    inputs = [t.clone().requires_grad_() for t in mine[:3]]
-                    options = {"mask": mask, "layout": layout, "strategy": strategy, "transport": transport}
-                    try:
-                        out = bmburst.burst_attention(*inputs, length=length, group=comm, **options)
-                    except UserError as error:
-                        says(error, "cannot work")
-                        assert strategy != "auto"
-                        continue
-                    parts = [out, *torch.autograd.grad(out, inputs, mine[3])]
-                    got = [bmburst.unshard(t, layout=layout, group=comm, length=length) for t in parts]
-                    excess = [ours / theirs for ours, theirs in zip(errors(got, exact), alone, strict=True)]
-                    bound = EQUAL if strategy == "heads" and kv_heads >= comm.size else ADDED
-                    assert max(excess) <= bound, (heads, kv_heads, options, excess)
-
-
-def attend_alone(q, k, v, grad, mask, **keys):
-    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-    single = single_rank_group()
-    out = bmburst.burst_attention(*inputs, mask=mask, group=single, layout="contiguous", **keys)
-    return [out, *torch.autograd.grad(out, inputs, grad)]
-
-
-def errors(got, exact):
-    """Relative errors of output and gradients against fp64."""
-    wanted = (exact[0], *exact[2:])
-    return [((a.double().cpu() - b).norm() / b.norm()).item() for a, b in zip(got, wanted, strict=True)]
+        whole = draw(0, 1, LENGTH, heads, kv_heads, 64, torch.bfloat16)
+        layouts = [(layout, None) for layout in ("zigzag", "contiguous", "striped")]
+        hold(comm, whole, mask, reference(*whole[:4], mask), layouts)
 
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
 @on_gpus()
 def test_keys_of_another_sequence(size):
     comm = communicator(None)
-    queries, keys = 701, 1403
     paired = bmburst.Documents((301, 1, 399), True, (700, 3, 700))
     for (heads, kv_heads), mask in product(((8, 8), (8, 2)), ("full", "causal", paired)):
-        whole, exact = problem(queries, keys, heads, kv_heads, mask, 64, torch.bfloat16, with_lse=False)
-        q, k, v, grad = (t.cuda().bfloat16() for t in whole[:4])
-        alone = errors(attend_alone(q, k, v, grad, mask, key_layout="contiguous", key_length=keys), exact)
-        for layouts, strategy in product((("zigzag", "zigzag"), ("contiguous", "striped")), STRATEGIES):
-            for transport in ("auto", "nccl") if comm.size > 1 else ("auto",):
-                q_part, grad_part = (bmburst.shard(t, layout=layouts[0], group=comm) for t in (q, grad))
-                kv_parts = [bmburst.shard(t, layout=layouts[1], group=comm) for t in (k, v)]
-                inputs = [t.clone().requires_grad_() for t in (q_part, *kv_parts)]
-                options = {"mask": mask, "strategy": strategy, "transport": transport}
-                options |= dict(zip(("layout", "key_layout"), layouts, strict=True))
-                try:
-                    out = bmburst.burst_attention(*inputs, length=queries, key_length=keys, group=comm, **options)
-                except UserError as error:
-                    says(error, "cannot")
-                    assert strategy != "auto"
-                    continue
-                parts = [out, *torch.autograd.grad(out, inputs, grad_part)]
-                cut = [(layouts[0], queries)] * 2 + [(layouts[1], keys)] * 2
-                got = [
-                    bmburst.unshard(t, layout=layout, group=comm, length=length)
-                    for t, (layout, length) in zip(parts, cut, strict=True)
-                ]
-                excess = [ours / theirs for ours, theirs in zip(errors(got, exact), alone, strict=True)]
-                bound = EQUAL if strategy == "heads" and kv_heads >= comm.size else ADDED
-                assert max(excess) <= bound, (heads, kv_heads, options, excess)
+        whole, exact = problem(LENGTH, 1403, heads, kv_heads, mask, 64, torch.bfloat16, with_lse=False)
+        hold(comm, whole, mask, exact, (("zigzag", "zigzag"), ("contiguous", "striped")), refusal="cannot")
+
+
+def hold(comm, whole, mask, exact, layouts, refusal="cannot work"):
+    """Compare every strategy over every transport with one GPU's kernel, in layouts of queries and of keys."""
+    kv_heads, alone = whole[1].shape[2], errors_of(single_rank_group(), whole, mask, exact, layout="contiguous")
+    for (layout, key_layout), strategy, transport in product(layouts, STRATEGIES, transports(comm)):
+        options = {"layout": layout, "key_layout": key_layout, "strategy": strategy, "transport": transport}
+        found = errors_of(comm, whole, mask, exact, refusal=refusal, **options)
+        bound = EQUAL if strategy == "heads" and kv_heads >= comm.size else ADDED
+        assert found is None or excess(found, alone) <= bound, (kv_heads, mask, options, found)
 
 
 @pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])

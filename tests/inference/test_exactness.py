@@ -70,8 +70,7 @@ def test_short_prompts_are_padded_and_copied_to_their_cache(ranks: int, family: 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "family", "cache", "chunk"),
-    few_ranks(["llama", "llama-dynamic", "mistral"], ["auto", "tokens"], [1, 7]),
+    ("ranks", "family", "cache", "chunk"), few_ranks(["llama", "llama-dynamic", "mistral"], ["auto", "tokens"], [1, 7])
 )
 def test_chunks_change_nothing(family: str, ranks: int, cache: str, chunk: int) -> None:
     prompts = [prompt(length) for length in UNEVEN]

@@ -264,10 +264,7 @@ def test_bytes_get_no_special_token():
         ({"messages": [*MESSAGES, {"role": "assistant", "content": None}]}, "content of message 3 is null"),
         ({"messages": [{"role": "user"}]}, "content of message 1 is null"),
         ({"messages": [{"role": "user", "content": 3}]}, "content"),
-        (
-            {"messages": [{"role": "robot", "content": "a"}]},
-            "chat template | Unknown role robot | another template",
-        ),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "chat template | Unknown role robot | another template"),
     ],
     ids=str,
 )

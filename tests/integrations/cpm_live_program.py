@@ -173,10 +173,7 @@ def refuses_by_a_clear_line():
     ant, ant_batch = ant_data(draw_ant(4, 2, 29)), torch.zeros(2, 29).long()
     formula = replace(mask.formula, num_relations=4)
     for call, words in (
-        (
-            lambda: attention(x, x, dense_mask, table),
-            "attention_mask | tensor [2, 21, 21]",
-        ),
+        (lambda: attention(x, x, dense_mask, table), "attention_mask | tensor [2, 21, 21]"),
         (lambda: attention(x, x, mask, dense_bias), "position_bias | tensor [2, 3, 21, 21]"),
         (lambda: attention(x, x, mask, None), "position_bias | NoneType"),
         (lambda: attention(x, x, mask, table, True), "use_cache | past_kv | generation"),
@@ -187,10 +184,7 @@ def refuses_by_a_clear_line():
         (lambda: layer.position_bias(x, x, x), "tokens | SplitSequences | 3 tensors"),
         (lambda: layer.position_bias(part), "tokens | SplitSequences | BeePart"),
         (lambda: split.bee(more).tokens.under(mask.formula), "relation 21 | bias table | 10"),
-        (
-            lambda: part.tokens.under(formula),
-            "relation 10 | bias table | 4",
-        ),
+        (lambda: part.tokens.under(formula), "relation 10 | bias table | 4"),
         (lambda: cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, dropout_p=0.1), "dropout_p 0.1"),
         (lambda: cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, int4=True), "int4"),
         (lambda: cpm_live.BucketPositionBias(HEADS, num_buckets=3), "num_buckets 3 | 32 relations"),

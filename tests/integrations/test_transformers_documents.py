@@ -89,20 +89,13 @@ CASES: dict[str, tuple[Rows, dict[str, Any]]] = {
     ),
     "positions, padding and all labels": (
         LEFT,
-        {
-            "position_ids": restarting(LEFT),
-            "attention_mask": (numbered(LEFT) > 0).long(),
-            "labels": ids_of(LEFT),
-        },
+        {"position_ids": restarting(LEFT), "attention_mask": (numbered(LEFT) > 0).long(), "labels": ids_of(LEFT)},
     ),
     "numbers and all labels": (PADDED, {"attention_mask": numbered(PADDED), "labels": ids_of(PADDED)}),
     "numbers on either side": (LEFT, {"attention_mask": numbered(LEFT)}),
     "numbers and padding between": (BETWEEN, {"attention_mask": numbered(BETWEEN)}),
     "numbers in any order": (EARLIER, {"attention_mask": numbered(EARLIER).float()}),
-    "numbers and positions": (
-        PADDED,
-        {"attention_mask": numbered(PADDED), "position_ids": restarting(PADDED)},
-    ),
+    "numbers and positions": (PADDED, {"attention_mask": numbered(PADDED), "position_ids": restarting(PADDED)}),
     "positions from 2": (PACKED, {"position_ids": restarting(PACKED) + 2}),
     "cumulative lengths": (PACKED, flat(PACKED)),
     "cumulative lengths and positions": (PACKED, flat(PACKED) | {"position_ids": restarting(PACKED)}),

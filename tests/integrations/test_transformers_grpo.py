@@ -55,8 +55,7 @@ def _require_equal(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("size", "names"),
-    [(3, ["rloo"]), *long((1, ["dapo", "grpo", "rloo"]), (3, ["dapo"]), (2, ["dapo", "rloo"]))],
+    ("size", "names"), [(3, ["rloo"]), *long((1, ["dapo", "grpo", "rloo"]), (3, ["dapo"]), (2, ["dapo", "rloo"]))]
 )
 def test_equals_trl(size: int, names: list[str], tmp_path: Path) -> None:
     _check(tmp_path, size, names)

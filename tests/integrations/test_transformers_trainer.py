@@ -100,10 +100,7 @@ def _arguments(module: str, folder: Path, **fields: object) -> TrainingArguments
 
 def test_an_argument_of_a_later_version(tmp_path: Path) -> None:
     """It is refused where it is set. A field of the caller's own class is the caller's."""
-    for given in (
-        _arguments("transformers.training_args", tmp_path),
-        _arguments("mine", tmp_path, weight_of_loss=2.0),
-    ):
+    for given in (_arguments("transformers.training_args", tmp_path), _arguments("mine", tmp_path, weight_of_loss=2.0)):
         _trainer(tmp_path, given=given)
     with refused("weight_of_loss of SplitTrainer | docs/settings.md | fix: leave it out"):
         _trainer(tmp_path, given=_arguments("trl.sft_config", tmp_path, weight_of_loss=2.0))

@@ -166,10 +166,7 @@ REFUSED: list[tuple[Callable[[SplitSequences], object], str]] = [
     (lambda split: split.part(torch.tensor([ROWS[0]])).row_logps(_model()), "row_logps | plain batch | pack_tree"),
     (lambda split: split.part(tree=_tree()).row_logps(_model(), labels=1), "labels | split.part"),
     (lambda split: split.part(tree=_tree()).row_logps(np.zeros(2)), "ndarray | fix: "),  # which has no hash
-    (
-        lambda split: split.part(tree=_tree()).loss(_model("mistral", sliding_window=7)),
-        "window of 7 | tree | of 13",
-    ),
+    (lambda split: split.part(tree=_tree()).loss(_model("mistral", sliding_window=7)), "window of 7 | tree | of 13"),
     (
         lambda split: split.part(tree=_tree()).loss(tiny.transformers_model("qwen3_next", attention="bmburst")),
         "Qwen3NextGatedDeltaNet | state | tree",

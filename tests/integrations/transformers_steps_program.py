@@ -40,10 +40,7 @@ _MLA = {
     "num_experts_per_tok": 1,
 }
 _NARROW = {"head_dim": 8, "v_head_dim": 6, "layer_types": ["full_attention"], "n_routed_experts": 2}
-_OTHERS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": _MLA,
-    "jetmoe": {"kv_channels": 8, "num_local_experts": 2},
-}
+_OTHERS: dict[str, dict[str, Any]] = {"deepseek_v3": _MLA, "jetmoe": {"kv_channels": 8, "num_local_experts": 2}}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": (
         "llama",

@@ -8,36 +8,25 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.linear import check
 from bmburst.recompute import checkpoint
 from bmburst.schedule.cost import LinearCost
+from tests.comm.counting import Counting
 from tests.distributed.threads import on_ranks, past_first_calls, run_ranks
 from tests.linear.oracle import problem
 from tests.linear.split import FUNCTIONS
 from tests.refusals import refused
 
 
-class Counting:
-    """A group that counts the bytes that a rank receives from others, and its exchanges."""
-
-    def __init__(self, inner):
-        self.inner, self.rank, self.size, self.transport = inner, inner.rank, inner.size, "threads"
-        self.received, self.calls = 0, 0
+class CountingGathers(Counting):
+    """Recurrent layers gather, too."""
 
     def all_gather(self, tensor):
-        return self._counted(self.inner.all_gather, tensor, (self.size - 1) * tensor.numel())
-
-    def all_to_all(self, tensor):
-        return self._counted(self.inner.all_to_all, tensor, (self.size - 1) * tensor.numel() // self.size)
-
-    def _counted(self, verb, tensor, numbers):
-        self.calls += 1
-        self.received += numbers * tensor.element_size()
-        return verb(tensor)
+        self._count(0, tensor.nbytes * (self.size - 1))
+        return super().all_gather(tensor)
 
 
 def counted(comm):
     """Return the group, whose calls are not compared, and its counts."""
-    counting = Counting(comm.inner)
-    group = past_first_calls(CheckedCommunicator(counting, comm.device, always=False))
-    return group, counting
+    counting = CountingGathers(comm.inner)
+    return past_first_calls(CheckedCommunicator(counting, comm.device, always=False)), counting
 
 
 def inputs(kind, tokens):

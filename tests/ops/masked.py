@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-from bmburst_ops.flash import BackwardInputs, Scoring
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Scoring
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw
 from tests.ops.masks import attention, visible
@@ -46,14 +46,15 @@ class Masked:
         )
         self.delta = row_dots(inputs[-1], self.out)
         self.q, self.k, self.v, self.grad = (t.to(device, dtype, copy=True) for t in inputs)
+        # Of the definition, as a ring knows them from the whole sequence.
+        wide = torch.promote_types(dtype, torch.float32)
+        self.statistics = tuple(t.to(device, wide) for t in (self.lse, self.delta))
 
     def forward(self, kernel, into=None):
         return kernel.forward(self.q, self.k, self.v, self.scoring, into)
 
     def backward(self, kernel, deterministic=False, into=None):
-        dtype = torch.float64 if self.q.dtype is torch.float64 else torch.float32
-        statistics = (t.to(self.q.device, dtype) for t in (self.lse, self.delta))
-        given = BackwardInputs(self.grad, self.q, self.k, self.v, *statistics)
+        given = BackwardInputs(self.grad, self.q, self.k, self.v, *self.statistics)
         return kernel.backward(given, self.scoring, deterministic=deterministic, into=into)
 
     @property
@@ -66,6 +67,12 @@ class Masked:
         assert not out[:, blind].any() and (lse[:, :, blind] == -torch.inf).all()
         for gradient, empty in zip(gradients, (blind, unseen, unseen), strict=True):
             assert not gradient[:, empty].any() and gradient.isfinite().all()
+
+
+def tile_of(case, **options):
+    """Return a tile of (batch, queries, keys, causal, heads, KV heads, head dim, dtype)."""
+    batch, queries, keys, causal, *rest = case
+    return Masked(CAUSAL if causal else FULL, queries, keys, *rest, batch=batch, **options)
 
 
 @lru_cache(maxsize=8)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from bmburst_ops.flash import Band, Cells, Segments
+from tests.attention import oracle
 
 
 def visible(pattern, queries, keys):
@@ -74,17 +75,5 @@ def some(seed, queries, keys, kinds=("window", "segments", "cells")):
 
 
 def attention(q, k, v, pattern, scale, softcap=None):
-    """Output and log-sum-exp of the definition; zero and -inf where a query sees nothing."""
-    return attention_under(visible(pattern, q.shape[1], k.shape[1]), q, k, v, scale, softcap)
-
-
-def attention_under(mask, q, k, v, scale, softcap=None):
-    """The same of a mask `[queries, keys]`."""
-    group = q.shape[2] // k.shape[2]
-    keys, values = (t.repeat_interleave(group, dim=2) for t in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    weights = torch.where(mask, (scores - scores.detach().amax(-1, keepdim=True)).exp(), 0.0)
-    total = weights.sum(-1, keepdim=True)
-    out = torch.einsum("bhqk,bkhd->bqhd", weights / torch.where(total > 0, total, 1.0), values)
-    return out, scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
+    """Output and log-sum-exp of the definition."""
+    return oracle.attention(q, k, v, visible(pattern, q.shape[1], k.shape[1]), scale, softcap)

@@ -20,12 +20,6 @@ from tests.ops.biased_oracle import Bee, distance_bucket, draw, draw_ant, draw_b
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ERRORS = {torch.float64: 1e-10, torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:overflow encountered",
-    "ignore:invalid value encountered",
-    "ignore:divide by zero encountered in log",
-)
-
 
 def ours(batch, device=DEVICE):
     """Return the formula, relations and vectors of an oracle's batch."""

@@ -25,12 +25,6 @@ from tests.refusals import refused
 FORMULA = bee_bias(num_buckets=8, num_segment_buckets=4, max_distance=9)
 KERNELS = pytest.mark.parametrize("kernel", [BiasedReferenceKernel(), BiasedTritonKernel()], ids=lambda k: k.name)
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:invalid value encountered",
-    "ignore:overflow encountered",
-    "ignore:divide by zero encountered in log",
-)
-
 
 def plain_tokens(batch, tokens, **changes):
     """One segment that all see."""

@@ -16,8 +16,6 @@ from tests.ops.biased_oracle import draw, draw_bee, long_segments
 from tests.ops.test_biased import DEVICE, error, ours
 from tests.pairs import long
 
-# The interpreter's, of rows that are not stored.
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 SIZES = {"uneven": BlockSizes(32, 16, 4, 1), "even": BlockSizes(16, 16, 4, 1)}
 
 
@@ -150,10 +148,7 @@ def test_kernels_equal_the_plain_one_on_every_kind_of_block(name, most, cut):
     q, k, v, table, grad, _ = draw(1, size, max(rows, columns), 1, 16, formula.rows, torch.float32)
     wide = [t.to(DEVICE) for t in (grad[:, :rows], q[:, :rows], k[:, :columns], v[:, :columns], table)]
     results = []
-    for kernel, dtype in (
-        (BiasedReferenceKernel(), torch.float64),
-        (BiasedTritonKernel(sizes, most), torch.float32),
-    ):
+    for kernel, dtype in ((BiasedReferenceKernel(), torch.float64), (BiasedTritonKernel(sizes, most), torch.float32)):
         grad, q, k, v, table = (t.to(dtype) for t in wide)
         pairs = Pairs(formula, relations, queries, keys)
         part = kernel.forward(q, k, v, table, pairs, scale=0.3)

@@ -1,12 +1,15 @@
 """Attention of long tiles on one thread of a CPU, as its definition in fp64 has it."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial, cpu
 from bmburst_ops.flash.cpu import CpuKernel
 from tests.ops.another_machine import AnotherMachine
-from tests.ops.tiles import EPSILON, Tile, assert_same, error, every_second, room, some_heads
+from tests.ops.masked import tile_of
+from tests.ops.tiles import EPSILON, assert_same, error, every_second, room, some_heads
 
 # Products are added up in fp32, 64 at a time: a few roundings.
 NEAR = 1e-6
@@ -18,13 +21,7 @@ def of_any_length():
     return CpuKernel(AnotherMachine(cpu="AVX512"), least_scores=0)
 
 
-def of_cpu(case, **options):
-    tile = Tile(case, **options)
-    names = ("q", "k", "v", "grad")
-    for name in names:
-        setattr(tile, name, getattr(tile, name).cpu())
-    tile.statistics = tuple(t.cpu() for t in tile.statistics)
-    return tile
+of_cpu = partial(tile_of, device="cpu")
 
 
 def passes(tile, library=None):

@@ -4,14 +4,7 @@ import pytest
 import torch
 
 from bmburst_ops import triton_decode
-from bmburst_ops.decode import (
-    KERNELS,
-    attend_visible,
-    decode_attention,
-    merge_decode,
-    runs_triton,
-    visible_tokens,
-)
+from bmburst_ops.decode import KERNELS, attend_visible, decode_attention, merge_decode, runs_triton, visible_tokens
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash.triton import TritonKernel
 from tests.ops.another_machine import AnotherMachine
@@ -24,9 +17,6 @@ LENGTHS = (0, 1, 15, 16, 17, 31, 33, 50)  # the interpreter's block has 16 token
 STARTS = (0, 1, 3, 15, 16, 40, -7, 17)  # the second and sixth see nothing, the seventh has a window of more than all
 # Of the norm. Triton rounds the weights of 16-bit values to their dtype, as FlashAttention does.
 ERRORS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-
-# The interpreter's, where no token is visible.
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 
 
 class Case:
@@ -299,14 +289,7 @@ def test_splits_fill_the_device():
 
 @pytest.mark.parametrize(
     ("length", "splits", "shares"),
-    [
-        (100, 2, (64, 36)),
-        (200, 4, (64, 64, 64, 8)),
-        (65, 4, (32, 32, 1)),
-        (40, 9, (32, 8)),
-        (3, 2, (3,)),
-        (0, 2, ()),
-    ],
+    [(100, 2, (64, 36)), (200, 4, (64, 64, 64, 8)), (65, 4, (32, 32, 1)), (40, 9, (32, 8)), (3, 2, (3,)), (0, 2, ())],
 )
 def test_shares_of_splits(monkeypatch, length, splits, shares):
     """Even but for units of 16 tokens, and of a block at least: few tokens are not spread over all splits."""

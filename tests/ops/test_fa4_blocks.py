@@ -17,12 +17,12 @@ from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Cells, Partial
 from bmburst_ops.flash.fa4 import BLOCK_HEAD_DIMS, FlashAttention4Kernel, listed
 from bmburst_ops.flash.inputs import is_aligned
 from bmburst_ops.pattern import BLOCK, blocks_of
-from tests.attention.oracle import problem
+from tests.attention.oracle import attention, problem
 from tests.attention.test_burst_attention import split_attention
 from tests.distributed.threads import run_ranks
 from tests.ops.another_machine import AnotherMachine
 from tests.ops.masked import Masked, gradient_bound
-from tests.ops.masks import attention_under, blocks, visible
+from tests.ops.masks import blocks, visible
 from tests.ops.package_stand_ins import check_statistic_memory, install
 from tests.ops.tiles import DEVICE, EPSILON, error
 from tests.refusals import refused
@@ -184,7 +184,7 @@ def stand_in(monkeypatch):
         queries, keys = q.shape[1], k.shape[1]
         seen = mask_of(block_sparse_tensors, ceiling(queries), ceiling(keys), q.device)
         pairs = pairs_of(seen, causal, window_size_left, window_size_right, queries, keys)
-        found = attention_under(pairs, q.float(), k.float(), v.float(), softmax_scale)
+        found = attention(q.float(), k.float(), v.float(), pairs, softmax_scale)
         calls.append(("forward", causal, window_size_right))
         results = zip((found[0].to(q.dtype), found[1].contiguous()), (out, lse), strict=True)
         return *(ours if target is None else target.copy_(ours) for ours, target in results), None, None, None

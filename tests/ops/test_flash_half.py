@@ -10,11 +10,11 @@ import torch
 
 from bmburst_ops.flash import CAUSAL, FULL, KERNELS, BackwardInputs, Gradients, Scoring
 from bmburst_ops.merge import merge_partials_
+from tests.ops.masked import tile_of
 from tests.ops.masks import attention
 from tests.ops.tiles import (
     DEVICE,
     EPSILON,
-    Tile,
     assert_same,
     error,
     every_second,
@@ -60,7 +60,7 @@ def test_tile_is_as_exact_as_its_dtype(kernel, case):
     if not takes(kernel, case[-2], case[-1]):
         assert kernel.name != "reference"
         return  # its refusal is what test_flash_packages looks at
-    tile = Tile(case)
+    tile = tile_of(case)
     part = tile.forward(kernel)
     assert part.out.dtype in (tile.dtype, torch.float32) and part.lse.dtype is torch.float32
     # The weights and the output are rounded once each to the dtype, half an epsilon at most.
@@ -74,14 +74,14 @@ def test_tile_is_as_exact_as_its_dtype(kernel, case):
 @pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
 def test_peaked_softmax_keeps_delta_exact(kernel, case):
     """With scores of standard deviation 16, delta taken from an O of 16 bits doubles the error: 5.6e-3 in bf16."""
-    tile = Tile(case, spread=4.0)
+    tile = tile_of(case, spread=4.0)
     for ours, wanted in zip(tile.backward(kernel), tile.gradients, strict=True):
         assert error(ours, wanted) < (4e-3 if kernel.name != "cpu" else bound(kernel, tile))
 
 
 @each_kernel
 def test_tiles_of_one_softmax_add_up(kernel):
-    tile = Tile(CASES[4])
+    tile = tile_of(CASES[4])
     heads, rows = tile.lse.shape[1:]
     out = torch.zeros(tile.out.shape, device=DEVICE)
     lse = torch.full((1, heads, rows), -torch.inf, device=DEVICE)
@@ -104,7 +104,7 @@ def test_tiles_of_one_softmax_add_up(kernel):
 @pytest.mark.parametrize("view", [some_heads, head_major, one_number_off], ids=lambda view: view.__name__)
 def test_strides_in_and_out(kernel, case, view):
     """Whatever the strides of inputs and results, the numbers are those of dense ones, and are where asked for."""
-    tile = Tile(case)
+    tile = tile_of(case)
     dense, gradients = tile.forward(kernel), tile.backward(kernel)
     tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     tile.statistics = tuple(every_second(t) for t in tile.statistics)
@@ -123,7 +123,7 @@ def test_strides_in_and_out(kernel, case, view):
 
 @each_kernel
 def test_results_go_into_wider_memory(kernel):
-    tile = Tile(CASES[5])
+    tile = tile_of(CASES[5])
     targets = wider_room(tile.q)
     into = Gradients(*(torch.full(t.shape, math.nan, device=DEVICE) for t in (tile.q, tile.k, tile.v)))
     assert_same(tile.forward(kernel, into=targets), targets)
@@ -140,7 +140,7 @@ def test_deterministic_gradients_are_bit_equal(kernel, case):
     if not takes(kernel, case[-2], case[-1], deterministic=True):
         assert kernel.name in ("cudnn", "fa3")
         return
-    tile = Tile((1, 1031, 1031, *case[3:]))
+    tile = tile_of((1, 1031, 1031, *case[3:]))
     first = tile.backward(kernel, deterministic=True)
     for _ in range(4):
         assert all(torch.equal(a, b) for a, b in zip(tile.backward(kernel, deterministic=True), first, strict=True))
@@ -151,7 +151,7 @@ def test_deterministic_gradients_are_bit_equal(kernel, case):
 @pytest.mark.parametrize("kernel", [kernel for kernel in HALF if kernel.takes_delta], ids=lambda kernel: kernel.name)
 def test_delta_counts_where_the_gradient_is_zero(kernel):
     """The gradient of a log-sum-exp is a delta beside a dO that may be zero: dS = -P * delta."""
-    tile = Tile(SQUARE)
+    tile = tile_of(SQUARE)
     leaves = [t.double().cpu().requires_grad_() for t in (tile.q, tile.k, tile.v)]
     _, lse = attention(*leaves, CAUSAL, tile.scale)
     expected = torch.autograd.grad(lse, leaves[:2], -tile.delta)
@@ -165,7 +165,7 @@ def test_delta_counts_where_the_gradient_is_zero(kernel):
 @each_kernel
 def test_bmtrain_turns_cudnn_off(kernel):
     """It does so for the whole process, to say that convolutions shall not use it."""
-    tile = Tile(SQUARE)
+    tile = tile_of(SQUARE)
     with torch.backends.cudnn.flags(enabled=False):
         assert kernel.refusal(tile.q, tile.k) is None
         assert error(tile.forward(kernel).out, tile.out) < EPSILON[tile.dtype]

@@ -16,11 +16,10 @@ from bmburst_ops.flash.padded import PaddedKernel
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.machine import beta_of, is_there, version_of
 from tests.ops.another_machine import AnotherMachine
-from tests.ops.masked import Masked
+from tests.ops.masked import Masked, tile_of
 from tests.ops.package_stand_ins import cudnn, fa2, fa3, fa4, older_fa3
 from tests.ops.tiles import (
     EPSILON,
-    Tile,
     assert_same,
     error,
     every_second,
@@ -47,7 +46,7 @@ CASES = [
 def test_packages_are_called_as_they_want(monkeypatch, stand_in, case, view, softcap):
     made = stand_in(monkeypatch)
     kernel = made.kernel
-    tile = Tile(case, softcap=softcap, device="cpu")
+    tile = tile_of(case, softcap=softcap, device="cpu")
     tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     tile.statistics = tuple(every_second(t) for t in tile.statistics)
     for into in (None, room(tile.q, view), wider_room(tile.q)):
@@ -130,7 +129,7 @@ def test_alignment(view, fits):
 @pytest.mark.parametrize("case", [*CASES, (CAUSAL, 9, 4, 2, 2, 32, torch.bfloat16)], ids=str)
 def test_cudnn_is_called_as_it_wants(monkeypatch, case):
     made = cudnn(monkeypatch)
-    kernel, tile = made.kernel, Masked(*case, device="cpu") if case[0] is CAUSAL else Tile(case, device="cpu")
+    kernel, tile = made.kernel, Masked(*case, device="cpu") if case[0] is CAUSAL else tile_of(case, device="cpu")
     tile.q, tile.k, tile.v, tile.grad = (one_number_off(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     targets = room(tile.q, some_heads)
     into = Gradients(*(some_heads(torch.empty_like(t)) for t in (tile.q, tile.k, tile.v)))

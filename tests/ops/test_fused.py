@@ -12,10 +12,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: {"rtol": 2e-6, "atol": 1e-6}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-20}}
 SHAPES = [(2, 37, 3, 16), (1, 301, 2, 40), (1, 5, 1, 1), (1, 3, 2, 300)]
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:divide by zero encountered in log"
-)  # the interpreter's, of an empty row
-
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def dtype(request):

@@ -33,12 +33,7 @@ class Shard:
         return self.weights if self.master is None else self.master
 
 
-CASES = [
-    (torch.float32, "alone"),
-    (torch.bfloat16, "master"),
-    (torch.bfloat16, "remainder"),
-    (torch.float16, "master"),
-]
+CASES = [(torch.float32, "alone"), (torch.bfloat16, "master"), (torch.bfloat16, "remainder"), (torch.float16, "master")]
 
 
 @pytest.mark.parametrize(("count", "dtype", "kind", "kernel"), pairwise(COUNTS, CASES, ["c", "torch"]))

@@ -21,12 +21,7 @@ def _problem(tokens: int, features: int, vocabulary: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("uses", ["logps", "entropies", "both"])
 @pytest.mark.parametrize(
     ("dtype", "chunk", "temperature"),
-    [
-        (torch.float64, 1, 0.7),
-        (torch.float64, 5, 1.0),
-        (torch.float32, 4, 1.3),
-        (torch.bfloat16, 100, 0.9),
-    ],
+    [(torch.float64, 1, 0.7), (torch.float64, 5, 1.0), (torch.float32, 4, 1.3), (torch.bfloat16, 100, 0.9)],
 )
 def test_equals_all_logits_at_once(dtype: torch.dtype, chunk: int, temperature: float, uses: str) -> None:
     hidden, weight, labels = _problem(13, 5, 17, dtype)

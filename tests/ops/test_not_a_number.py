@@ -43,9 +43,6 @@ PATTERNS = {
 HEAD_DIM = 16 if DEVICE == "cpu" else 64
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 
-# The interpreter's.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
-
 
 def kernels(pattern):
     q = torch.zeros(1, 1, 1, HEAD_DIM, dtype=DTYPE, device=DEVICE)

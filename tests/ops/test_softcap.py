@@ -29,13 +29,6 @@ MASKS = {
 CAPS = {"bent": (0.7, 1.0), "gemma 2": (50.0, 4.0)}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# The interpreter's, of numbers beyond a tile's edge, which are not stored.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:overflow encountered",
-    "ignore:invalid value encountered in matmul",
-    "ignore:divide by zero encountered in log",
-)
-
 
 def able(needs):
     """Return the kernels that run here, each with its dtypes; on CPUs Triton's is its interpreter."""

@@ -5,16 +5,7 @@ import torch
 from triton import JITFunction
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import (
-    CAUSAL,
-    FULL,
-    BackwardInputs,
-    Gradients,
-    Partial,
-    Scoring,
-    queries_ahead,
-    select_kernel,
-)
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, Partial, Scoring, queries_ahead, select_kernel
 from bmburst_ops.flash.triton import TritonKernel, block_sizes_for
 from tests.attention.oracle import draw
 from tests.ops.another_machine import AnotherMachine
@@ -34,13 +25,6 @@ LARGE += [((700, 333, False, 8, 1, head_dim), torch.bfloat16) for head_dim in (6
 LARGE += [((1024, 1024, True, 4, 4, 128), torch.float16), ((1, 300, True, 2, 1, 128), torch.bfloat16)]
 # A new head dim or dtype takes a GPU's compiler about ten seconds, the interpreter none.
 TILES = LARGE if DEVICE == "cuda" else in_turn([(tile,) for tile in SMALL], ERRORS)
-
-# The interpreter's, of numbers beyond a tile's edge, which are not stored.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:overflow encountered",
-    "ignore:invalid value encountered in matmul",
-    "ignore:divide by zero encountered in log",
-)
 
 
 @pytest.mark.parametrize(("tile", "dtype"), TILES, ids=str)

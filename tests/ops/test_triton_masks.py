@@ -36,13 +36,6 @@ PATTERNS = {
     "nothing": blocks(RNG, QUERIES, KEYS, 16, 0.0),
 }
 
-# The interpreter's, of numbers beyond a tile's edge, which are not stored.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:overflow encountered",
-    "ignore:invalid value encountered in matmul",
-    "ignore:divide by zero encountered in log",
-)
-
 
 def hold(pattern, queries, keys, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32):
     tile = Masked(pattern, queries, keys, heads, kv_heads, head_dim, dtype, 1)

@@ -1,46 +1,13 @@
-"""One tile of attention with its definition in fp64, and views of the same numbers with other strides."""
+"""Errors of a tile of attention, and views of the same numbers with other strides."""
 
 import math
 
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Partial, Scoring
-from bmburst_ops.merge import row_dots
-from tests.attention.oracle import draw
-from tests.ops.masks import attention
+from bmburst_ops.flash import Partial
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-class Tile:
-    """Inputs of a tile on the device, and what the definition gives for them."""
-
-    def __init__(self, case, seed=0, spread=1.0, softcap=None, value_dim=None, device=DEVICE):
-        batch, rows, columns, causal, heads, kv_heads, head_dim, dtype = case
-        self.pattern = CAUSAL if causal else FULL
-        self.dtype, self.scale, self.softcap = dtype, head_dim**-0.5, softcap
-        drawn = heads, kv_heads, head_dim, dtype, spread, value_dim
-        k, v = draw(seed, batch, columns, *drawn)[1:3]
-        q, _, _, grad, _ = draw(seed + 1, batch, rows, *drawn)
-        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        out, self.lse = attention(*leaves, self.pattern, self.scale, softcap)
-        self.gradients = torch.autograd.grad(out, leaves, grad)
-        self.out, self.lse, self.delta = out.detach(), self.lse.detach(), row_dots(grad, out.detach())
-        self.q, self.k, self.v, self.grad = (t.to(device, dtype) for t in (q, k, v, grad))
-        # Of the definition, as a ring knows them from the whole sequence.
-        self.statistics = tuple(t.to(device, torch.float32) for t in (self.lse, self.delta))
-
-    def forward(self, kernel, into=None):
-        return kernel.forward(self.q, self.k, self.v, self.scoring, into)
-
-    def backward(self, kernel, deterministic=False, into=None):
-        given = BackwardInputs(self.grad, self.q, self.k, self.v, *self.statistics)
-        return kernel.backward(given, self.scoring, deterministic=deterministic, into=into)
-
-    @property
-    def scoring(self):
-        return Scoring(self.pattern, self.scale, self.softcap)
 
 
 def error(ours, wanted):

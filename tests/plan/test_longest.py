@@ -169,50 +169,20 @@ def test_a_base_in_4_bits_needs_no_host_memory():
 
 
 def test_host_memory_decides_where_the_optimizer_lies(capsys):
-    words = [
-        "plan",
-        "--preset",
-        "llama-3-8b",
-        "--sequence-length",
-        "128K",
-        "--nproc",
-        "1",
-        "--hardware",
-        "h100",
-        "--json",
-    ]
-    found = {}
-    for more in ((), ("--host-memory", "64G"), ("--host-memory", "128G"), ("--host-memory", "1T")):
-        assert main([*words, *more]) == 0
-        found[more[-1:]] = json.loads(capsys.readouterr().out)["ways"][0]
-    assert not found["64G",]["memory"]["fits"]
-    assert all(
-        found[given]["memory"]["fits"] and found[given]["offload"] != "nothing" for given in [("128G",), ("1T",), ()]
-    )
-    assert found["128G",]["seconds"] >= found["1T",]["seconds"] == found[()]["seconds"]
-    assert main(["plan", "--preset", "llama-3-8b", "--sequence-length", "32K", "--nproc", "8", "--json"]) == 0
-    resident = json.loads(capsys.readouterr().out)["ways"][0]
-    assert (
-        main(
-            [
-                "plan",
-                "--preset",
-                "llama-3-8b",
-                "--sequence-length",
-                "32K",
-                "--nproc",
-                "8",
-                "--optimizer.offload",
-                "--json",
-            ]
-        )
-        == 0
-    )
-    moved = json.loads(capsys.readouterr().out)["ways"][0]
+    def best(words):
+        assert main(f"plan --json --preset llama-3-8b {words}".split()) == 0
+        return json.loads(capsys.readouterr().out)["ways"][0]
+
+    long, short = "--sequence-length 128K --nproc 1 --hardware h100", "--sequence-length 32K --nproc 8"
+    found = {host: best(f"{long} --host-memory {host}") for host in ("64G", "128G", "1T")} | {None: best(long)}
+    assert not found["64G"]["memory"]["fits"]
+    assert all(found[host]["memory"]["fits"] and found[host]["offload"] != "nothing" for host in ("128G", "1T", None))
+    assert found["128G"]["seconds"] >= found["1T"]["seconds"] == found[None]["seconds"]
+    resident, moved = best(short), best(f"{short} --optimizer.offload")
     assert (resident["offload"], moved["offload"] != "nothing") == ("nothing", True)
     assert moved["seconds"] > resident["seconds"]
     assert moved["memory"]["host"]["optimizer"] > 60 * GIB
-    assert "--host-memory 128G" in found["128G",]["command"] and "--host-memory" not in found[()]["command"]
+    assert "--host-memory 128G" in found["128G"]["command"] and "--host-memory" not in found[None]["command"]
 
 
 @pytest.mark.parametrize(

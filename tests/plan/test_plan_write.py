@@ -30,7 +30,7 @@ def directory(path, model):
 
 
 def planned(capsys, *words):
-    assert main(["plan", *words]) == 0
+    assert main(["plan", *" ".join(words).split()]) == 0
     return capsys.readouterr().out
 
 
@@ -50,29 +50,17 @@ def test_adapters_of_a_directory_have_checkpoints_and_those_of_a_preset_none(tmp
     where = directory(tmp_path / "base", PRESETS["llama-3-8b"])
     out = planned(capsys, "--init-from", where, "--sequence-length", "8K", "--nproc", "1", "--lora.rank", "8")
     assert f"--init-from {where}" in out and "--checkpoint-every" not in out
-    assert "--checkpoint-every never" in planned(
-        capsys, "--preset", "llama-3-8b", "--sequence-length", "8K", "--nproc", "1", "--lora.rank", "8"
-    )
+    words = "--preset llama-3-8b --sequence-length 8K --nproc 1 --lora.rank 8"
+    assert "--checkpoint-every never" in planned(capsys, words)
 
 
 @pytest.mark.parametrize("lora", [[], ["--lora.rank", "8"]], ids=["full", "lora"])
 def test_preference_training_is_planned_with_its_reference(capsys, lora):
     """Its forward pass takes time and counts in MFU; without adapters its weights take memory; the command names it."""
-    given = [
-        "--preset",
-        "llama-3-8b",
-        "--sequence-length",
-        "64K",
-        "--nproc",
-        "8",
-        "--hardware",
-        "h100",
-        "--tensor-parallel",
-        "1",
-    ]
-    given += ["--recompute", "block", "--parallel.zero_level", "3", "--ways", "1", "--json"]
+    given = "--preset llama-3-8b --sequence-length 64K --nproc 8 --hardware h100 --tensor-parallel 1"
+    given += " --recompute block --parallel.zero_level 3 --ways 1 --json"
     (full,), (alone,), (ours,) = (
-        json.loads(planned(capsys, *given, *more))["ways"] for more in ([], lora, [*lora, "--dpo.beta", "0.1"])
+        json.loads(planned(capsys, given, *more))["ways"] for more in ([], lora, [*lora, "--dpo.beta", "0.1"])
     )
     assert alone["parts"]["reference"] == 0 < ours["parts"]["reference"] < alone["seconds"] / 2
     done = [way["mfu"] * way["seconds"] for way in (full, alone, ours)]
@@ -117,36 +105,16 @@ def test_every_field_of_a_command_comes_through_the_file(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(settings_of(way)))
     config = resolve((path,))
-    assert (config.parallel.data_parallel, config.parallel.sequence_parallel, config.parallel.tensor_parallel) == (
-        2,
-        2,
-        2,
-    )
-    assert (config.batch_size, config.micro_batch_size, config.loss_chunk_tokens, config.mlp_chunk_tokens) == (
-        4,
-        2,
-        512,
-        0,
-    )
+    parallel, chunks = config.parallel, (config.loss_chunk_tokens, config.mlp_chunk_tokens)
+    assert (parallel.data_parallel, parallel.sequence_parallel, parallel.tensor_parallel) == (2, 2, 2)
+    assert (config.batch_size, config.micro_batch_size, *chunks) == (4, 2, 512, 0)
     assert config.optimizer.offload and config.optimizer.offload_weights and config.host_memory == 99
     assert (config.recompute, config.parallel.strategy, config.preset) == ("block+offload", "ring", "llama-3-8b")
 
 
 def test_several_nodes_are_launched(tmp_path, capsys):
     path = tmp_path / "recipe.yaml"
-    planned(
-        capsys,
-        "--preset",
-        "llama-3-8b",
-        "--sequence-length",
-        "1M",
-        "--nproc",
-        "8",
-        "--nodes",
-        "2",
-        "--write",
-        str(path),
-    )
+    planned(capsys, "--preset llama-3-8b --sequence-length 1M --nproc 8 --nodes 2 --write", str(path))
     text = path.read_text()
     assert "#   torchrun --nnodes 2 --nproc-per-node 8 " in text and "on 2 nodes:" in text
     assert "nproc" not in yaml.safe_load(text)

@@ -2,24 +2,22 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from bmburst.train.config import DataConfig, EvalConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from tests import chat, tiny
-from tests.train import run_program
+from tests.train import cases, run_program
 
 STEPS, TOKENS = 2, 97
 SHAPE = tiny.config(vocab_size=chat.VOCAB, num_layers=1, max_position_embeddings=TOKENS)
 
 
-class Case(NamedTuple):
-    """How a step is done; none of it may change what comes out."""
-
-    data: int
-    sequence: int
+@dataclass(frozen=True)
+class Case(cases.Case):
     layout: str
     micro: int
     pack: str = "documents"
@@ -28,13 +26,6 @@ class Case(NamedTuple):
     def source(self) -> str:
         """The data: with trees, several answers to each prompt."""
         return "groups.jsonl" if self.pack == "trees" else "chats.jsonl"
-
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
-
-    @property
-    def group(self) -> tuple[int, int]:
-        return self.data * self.sequence, 1
 
 
 CASES = [
@@ -69,26 +60,17 @@ def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
 def train(folder: Path, case: Case) -> None:
     """Do a case, and leave what came of it."""
     from bmburst.train.trainer import Trainer
-    from bmburst.zero import gather, named_shards
 
     trainer = Trainer(config(folder, case, eval_sequences=10**6))
     trainer.restore()
-    shards = named_shards(trainer.model)
-    seen: dict[str, Any] = {"evaluated": trainer.evaluate().loss, "losses": [], "tokens": [], "fewest": []}
-    for step in range(STEPS):
-        batch = trainer.next_batch()
-        facts = trainer.backward(batch)
-        if step == 0:
-            seen["gradients"] = {s.name: gather(s, s.storage.grad) for s in shards}
-        trainer.update(facts)
-        seen["losses"].append(facts.loss)
-        seen["tokens"].append(facts.tokens)
+    evaluated = trainer.evaluate().loss
+    seen = cases.record(trainer, (trainer.next_batch() for _ in range(STEPS)))
     # A batch of which no label counts: no gradient, no loss, and all ranks go on.
+    batch = trainer.next_batch()
     batch.labels.fill_(-100)
     facts = trainer.backward(batch)
-    norm = facts.grad_norm
     trainer.update(facts)
-    seen["of nothing"] = [facts.loss, norm, float(facts.tokens)]
+    seen |= {"evaluated": evaluated, "of nothing": [facts.loss, facts.grad_norm, float(facts.tokens)]}
     if trainer.is_main:
         torch.save(seen, folder / f"{case}.pt")
 

@@ -1,6 +1,7 @@
-"""What tests share that compare many cases of training with a reference: ranks, results, and the optimizer."""
+"""What tests share that compare training with a reference or with itself: cases, ranks, steps, results, and states."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,26 @@ import torch
 from tests.distributed.programs import run_program
 
 
-def run_cases(train: Callable[[Path, Any], None], folder: Path, cases: Iterable[Any], **options: Any) -> None:
-    """Call `train(folder, case)` for each case, once for all cases of the same ranks: `case.group` has how many.
+@dataclass(frozen=True)
+class Case:
+    """How a step is done; none of it may change what comes out."""
 
-    They are the ranks in all, and in a tensor group. `train` leaves what came of a case in `<case>.pt`.
+    data: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return "-".join(map(str, astuple(self)))
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Ranks in all, and in a tensor group: what processes are started with."""
+        return self.data * self.sequence, 1
+
+
+def run_cases(train: Callable[[Path, Any], None], folder: Path, cases: Iterable[Any], **options: Any) -> None:
+    """Call `train(folder, case)` for each case, once for all cases of the same `group`.
+
+    `train` leaves what came of a case in `<case>.pt`.
     """
     of_group: dict[tuple[int, int], list[Any]] = {}
     for case in cases:
@@ -40,3 +57,79 @@ def adamw(model: torch.nn.Module, weight_decay: float, **options: Any) -> torch.
         for decays in (True, False)
     ]
     return torch.optim.AdamW(groups, **options)
+
+
+def record(trainer: Any, batches: Iterable[Any]) -> dict[str, Any]:
+    """Train on each batch; return losses, norms and numbers of tokens, and the whole gradients of the first."""
+    from bmburst.zero import gather, named_shards
+
+    seen: dict[str, Any] = {"losses": [], "norms": [], "tokens": []}
+    for batch in batches:
+        facts = trainer.backward(batch)
+        if "gradients" not in seen:
+            seen["gradients"] = {s.name: gather(s, s.storage.grad) for s in named_shards(trainer.model)}
+        trainer.update(facts)
+        for name, value in zip(("losses", "norms", "tokens"), (facts.loss, facts.grad_norm, facts.tokens), strict=True):
+            seen[name].append(value)
+    return seen
+
+
+def reference_steps(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    losses: Iterable[torch.Tensor],
+    *,
+    clip: float | None = None,
+    rate: Callable[[int], float] | None = None,
+) -> dict[str, Any]:
+    """Train a model of transformers in one process; return what `record` does, and the parameters after each step.
+
+    Args:
+        model: The model; updated.
+        optimizer: See `adamw`.
+        losses: The mean loss of each step, computed when it is its turn.
+        clip: Largest norm of a gradient.
+        rate: The learning rate of each step, from 1; None: that of the optimizer.
+    """
+    found: dict[str, Any] = {"losses": [], "norms": [], "parameters": []}
+    for step, loss in enumerate(losses, 1):
+        loss.backward()  # type: ignore[no-untyped-call]
+        if step == 1:
+            found["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if clip is None else clip)
+        for group in optimizer.param_groups if rate else ():
+            group["lr"] = rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(loss.item())
+        found["norms"].append(norm.item())
+        found["parameters"].append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return found
+
+
+def held(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return this rank's weights and optimizer state by name, with its number of steps."""
+    from bmburst.optim.adamw import state_names
+    from bmburst.zero import named_shards
+
+    found = {}
+    for shard in named_shards(trainer.model):
+        found[shard.name] = shard.local().detach().cpu().clone()
+        if shard.storage.requires_grad:
+            for key in state_names(shard):
+                found[f"{shard.name}.{key}"] = trainer.optimizer.state_of(shard, key).cpu().clone()
+            taken = trainer.optimizer.state.get(shard.storage, {}).get("step", 0)
+            found[f"{shard.name}.step"] = torch.tensor(taken)
+    return found
+
+
+def steps(trainer: Any, count: int) -> list[tuple[float, float]]:
+    """Take steps; return their losses and norms."""
+    return [(step.loss, step.grad_norm) for step in (trainer.step() for _ in range(count))]
+
+
+def require_equal(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Check that states are equal bit by bit."""
+    assert ours.keys() == wanted.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, wanted[name]), name

@@ -103,20 +103,16 @@ def _train(folder: Path, split: Split, case: Case, dtype: Any, steps: int) -> No
     )
     trainer = Trainer(config)
     trainer.restore()
-    shards = named_shards(trainer.model)
-    seen: dict[str, Any] = {"losses": [], "norms": []}
-    for step in range(steps):
-        mine = slice(trainer.mesh.data_rank * share, (trainer.mesh.data_rank + 1) * share)
+    mine, counts = slice(trainer.mesh.data_rank * share, (trainer.mesh.data_rank + 1) * share), []
+
+    def given(step: int) -> Any:
         inputs, labels = batch(step)
-        given = local(trainer.cut, inputs[mine], labels[mine], device=trainer.runtime.device)
-        facts = trainer.backward(given)
-        assert facts.tokens == int((labels != IGNORE_INDEX).sum())
-        if step == 0:
-            seen["gradients"] = {s.name: gather(s, s.storage.grad) for s in shards}
-        trainer.update(facts)
-        seen["losses"].append(facts.loss)
-        seen["norms"].append(facts.grad_norm)
-    seen["parameters"] = {s.name: gather(s) for s in shards}
+        counts.append(int((labels != IGNORE_INDEX).sum()))
+        return local(trainer.cut, inputs[mine], labels[mine], device=trainer.runtime.device)
+
+    seen = cases.record(trainer, map(given, range(steps)))
+    assert seen["tokens"] == counts
+    seen["parameters"] = {s.name: gather(s) for s in named_shards(trainer.model)}
     if trainer.is_main:
         torch.save(seen, folder / f"{_name(split, case, dtype)}.pt")
 

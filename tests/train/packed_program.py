@@ -2,12 +2,12 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
-from tests.train import run_program
+from tests.train import cases, run_program
 from tests.train.given import local
 
 STEPS, TOKENS = 2, 37
@@ -15,22 +15,12 @@ LENGTHS = ((37,), (1, 20, 16), (5, 5, 5, 5, 5, 5, 5, 2), (1, 1, 1, 1, 1, 1, 30, 
 SHAPE = dataclasses.replace(run_program.SHAPE, num_heads=4, num_kv_heads=2)
 
 
-class Case(NamedTuple):
-    """How a step is done; none of it may change what comes out."""
-
-    data: int
-    sequence: int
+@dataclasses.dataclass(frozen=True)
+class Case(cases.Case):
     layout: str
     micro: int
     recompute: str
     strategy: str = "auto"
-
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
-
-    @property
-    def group(self) -> tuple[int, int]:
-        return self.data * self.sequence, 1
 
 
 CASES = [
@@ -86,21 +76,17 @@ def train(folder: Path, case: Case) -> None:
 
     trainer = Trainer(config(folder, case, eval_sequences=10**6))
     trainer.restore()
-    shards = named_shards(trainer.model)
     evaluated = trainer.evaluate()
-    seen: dict[str, Any] = {"evaluated": [evaluated.loss, evaluated.bits_per_byte], "losses": [], "norms": []}
     share = len(LENGTHS) // case.data
     mine = slice(trainer.mesh.data_rank * share, (trainer.mesh.data_rank + 1) * share)
-    for step in range(STEPS):
+
+    def given(step: int) -> Any:
         inputs, labels = batch(step)
-        given = local(trainer.cut, inputs[mine], labels[mine], lengths(step)[mine], device=trainer.runtime.device)
-        facts = trainer.backward(given)
-        if step == 0:
-            seen["gradients"] = {s.name: gather(s, s.storage.grad) for s in shards}
-        trainer.update(facts)
-        seen["losses"].append(facts.loss)
-        seen["norms"].append(facts.grad_norm)
-    seen["parameters"] = {s.name: gather(s) for s in shards}
+        return local(trainer.cut, inputs[mine], labels[mine], lengths(step)[mine], device=trainer.runtime.device)
+
+    seen = cases.record(trainer, map(given, range(STEPS)))
+    seen["evaluated"] = [evaluated.loss, evaluated.bits_per_byte]
+    seen["parameters"] = {s.name: gather(s) for s in named_shards(trainer.model)}
     seen["text loss"] = trainer.step().loss
     if trainer.is_main:
         torch.save(seen, folder / f"{case}.pt")

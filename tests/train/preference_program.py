@@ -1,26 +1,24 @@
 """What every rank does in the test of preference training: a step on packed pairs, in fp64, and with the trainer."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from bmburst.blocks.config import LoRAConfig
 from bmburst.train.config import DataConfig, DPOConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from tests import chat, tiny
-from tests.train import run_program
+from tests.train import cases, run_program
 
 TOKENS, BATCH, BETA = 131, 3, 0.3
 SHAPE = tiny.config(vocab_size=chat.VOCAB, num_layers=1, max_position_embeddings=TOKENS)  # of 4 heads on 2: GQA
 LORA = LoRAConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
 
 
-class Case(NamedTuple):
-    """How a step is done; none of it may change what comes out."""
-
-    data: int
-    sequence: int
+@dataclass(frozen=True)
+class Case(cases.Case):
     tensor: int
     layout: str
     micro: int
@@ -28,12 +26,8 @@ class Case(NamedTuple):
     pack: str = "trees"
     zero_group: Any = "world"
 
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
-
     @property
     def group(self) -> tuple[int, int]:
-        """Ranks in all, and in a tensor group: what processes are started with."""
         return self.data * self.sequence * self.tensor, self.tensor
 
 

@@ -19,7 +19,7 @@ from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import answers_program as program
-from tests.train.cases import adamw, result, run_cases
+from tests.train.cases import adamw, reference_steps, result, run_cases
 
 CASES = pytest.mark.parametrize("case", [*program.CASES, *long(*zip(program.MORE))], ids=str)
 
@@ -107,25 +107,22 @@ def reference_of(folder, case):
 
     with torch.no_grad():
         total, _, count = summed_of(held, range(len(held)), weighted=False)
-    found = {"evaluated": total.item() / count, "losses": [], "tokens": []}
-    rates = config.optimizer
+    evaluated, tokens, rates = total.item() / count, [], config.optimizer
     optimizer = adamw(model, rates.weight_decay, betas=(rates.beta1, rates.beta2), eps=rates.eps)
     batches = Batches(sequences, batch_size=config.batch_size, seed=config.seed)
-    for step in range(program.STEPS):
+
+    def loss(_):
         taken = next(batches).taken
         assert any(map(sequences.parents, taken)) == (case.pack == "trees")
         total, weights, count = summed_of(sequences, taken)
-        loss = total / weights
-        loss.backward()
-        if step == 0:
-            found["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.schedule, rates.lr, step + 1, config.steps)
-        optimizer.step()
-        optimizer.zero_grad()
-        found["losses"].append(loss.item())
-        found["tokens"].append(count)
-    return found
+        tokens.append(count)
+        return total / weights
+
+    def rate(step):
+        return learning_rate(config.schedule, rates.lr, step, config.steps)
+
+    found = reference_steps(model, optimizer, map(loss, range(program.STEPS)), rate=rate)
+    return found | {"evaluated": evaluated, "tokens": tokens}
 
 
 @CASES
@@ -135,8 +132,8 @@ def test_equals_transformers_on_each_conversation(folder, references, case):
     assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-6)
     assert ours["evaluated"] == pytest.approx(reference["evaluated"], rel=1e-6)
     assert ours["gradients"].keys() == reference["gradients"].keys()
-    for name, wanted in reference["gradients"].items():
-        assert ((ours["gradients"][name] - wanted).norm() / wanted.norm()).item() < 3e-6, name
+    for name, exact in reference["gradients"].items():
+        assert ((ours["gradients"][name] - exact).norm() / exact.norm()).item() < 3e-6, name
 
 
 @CASES

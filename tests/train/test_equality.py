@@ -11,7 +11,7 @@ from tests import tiny
 from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import equality_program as program
-from tests.train.cases import adamw
+from tests.train.cases import adamw, reference_steps
 
 SPLITS = [(2, 2), pytest.param((4, 1), marks=pytest.mark.long), pytest.param((1, 4), marks=pytest.mark.long)]
 # With tensor parallelism, each with one case and few steps; 37 tokens are padded in each tensor group; 4 tensor ranks
@@ -43,25 +43,19 @@ def reference(request, folder):
     case = request.param
     model = tiny.load(folder / "model")
     optimizer = adamw(model, program.DECAY, lr=program.LR, betas=(0.9, 0.95), eps=1e-8)
-    losses, norms, gradients = [], [], {}
-    for step in range(case.steps):
+
+    def loss(step):
         inputs, labels = program.batch(step)
         logits = model(inputs).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        loss.backward()
-        if step == 0:
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        clip = float("inf") if case.clip_norm is None else case.clip_norm
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if step + 1 == program.FEW_STEPS:
-            early = {name: p.detach().clone() for name, p in model.named_parameters()}
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    found = {"losses": losses, "norms": norms, "gradients": gradients, "parameters": parameters}
-    few = {"losses": losses[: program.FEW_STEPS], "norms": norms[: program.FEW_STEPS], "parameters": early}
-    return folder, case, found, found | few
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    found = reference_steps(model, optimizer, map(loss, range(case.steps)), clip=case.clip_norm)
+    every, few = (
+        {"gradients": found["gradients"], "parameters": found["parameters"][count - 1]}
+        | {name: found[name][:count] for name in ("losses", "norms")}
+        for count in (case.steps, program.FEW_STEPS)
+    )
+    return folder, case, every, few
 
 
 def error(ours, wanted):

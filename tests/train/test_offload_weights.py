@@ -8,6 +8,7 @@ from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
 from tests.refusals import refusal_of, says
 from tests.train import run_program as program
+from tests.train.cases import held, require_equal, steps
 
 STEPS = 4  # equal bit by bit: a difference shows at the second step, or never
 
@@ -16,29 +17,6 @@ def trainer(folder, name, streams, dtype, **changes):
     optimizer = OptimizerConfig(offload=True, offload_weights=streams, clip_norm=1.0, lr=0.01)  # some steps
     changes.setdefault("parallel", ParallelConfig())
     return program.trainer(folder, name, dtype=dtype, optimizer=optimizer, steps=STEPS, **changes)
-
-
-def held(made):
-    """Return this rank's weights and optimizer state by name."""
-    from bmburst.optim.adamw import state_names
-    from bmburst.zero import named_shards
-
-    found = {}
-    for shard in named_shards(made.model):
-        found[shard.name] = shard.local().detach().clone()
-        for key in state_names(shard):
-            found[f"{shard.name}.{key}"] = made.optimizer.state_of(shard, key).clone()
-    return found
-
-
-def losses(made, steps):
-    return [(step.loss, step.grad_norm) for step in (made.step() for _ in range(steps))]
-
-
-def require_equal(ours, wanted):
-    assert ours.keys() == wanted.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, wanted[name]), name
 
 
 CASES = [
@@ -62,7 +40,7 @@ def _steps_are_equal(folder, dtype, policy, changes):
         trainer(folder, f"run-{streams}", streams, dtype, recompute=policy, **changes) for streams in (False, True)
     )
     for _ in range(2):
-        assert losses(streamed, STEPS // 2) == losses(resident, STEPS // 2)
+        assert steps(streamed, STEPS // 2) == steps(resident, STEPS // 2)
         assert streamed.evaluate().loss == resident.evaluate().loss
     require_equal(held(streamed), held(resident))
 
@@ -77,14 +55,14 @@ def test_either_reads_the_checkpoint_of_the_other(tmp_path, dtype):
         fresh = trainer(tmp_path, name, wrote, dtype, resume=True)
         fresh.restore()
         require_equal(held(fresh), held(made))
-        losses(made, 2)
+        steps(made, 2)
         made.save()  # while weights are being updated
         other = trainer(tmp_path, name, not wrote, dtype, resume=True)
         if not wrote:
             other.model.model.layers[0].prefetch()  # old weights
         other.restore()
         require_equal(held(other), held(made))
-        assert losses(other, 2) == losses(made, 2)
+        assert steps(other, 2) == steps(made, 2)
         require_equal(held(other), held(made))
 
 
@@ -94,12 +72,12 @@ def test_bmtrain_saves_loads_and_initializes_it(tmp_path):
 
     streamed, resident = (trainer(tmp_path, f"run-{streams}", streams, "bfloat16") for streams in (True, False))
     for made in (streamed, resident):
-        losses(made, 2)
+        steps(made, 2)
         bmt.save(made.model, str(tmp_path / f"{made is streamed}.pt"))
     ours, wanted = (torch.load(tmp_path / f"{is_ours}.pt", weights_only=True) for is_ours in (True, False))
     require_equal(ours, wanted)
     other = trainer(tmp_path, "other", True, "bfloat16", seed=3)
-    losses(other, 1)
+    steps(other, 1)
     other.model.model.layers[0].prefetch()  # old weights
     bmt.load(other.model, str(tmp_path / "False.pt"))
     require_equal(weights(other), weights(resident))
@@ -134,13 +112,13 @@ def test_reads_after_a_step_wait_for_the_update(tmp_path):
                 update(*args)
 
             patch.setattr(updates, "_update", late)
-            losses(made[is_late], 2)
+            steps(made[is_late], 2)
             made[is_late].evaluate()
             assert order == 2 * [0, 0, 1, 1]  # as forward needs them
         require_equal(held(made[True]), held(made[False]))
-        losses(made[True], 1), losses(made[False], 1)
+        steps(made[True], 1), steps(made[False], 1)
         assert made[True].evaluate() == made[False].evaluate()
-        losses(made[True], 1), losses(made[False], 1)
+        steps(made[True], 1), steps(made[False], 1)
         assert made[True].backward(made[True].next_batch()).loss == made[False].backward(made[False].next_batch()).loss
 
 
@@ -161,7 +139,7 @@ def test_weights_on_the_gpu_are_updated_before_the_others_begin(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostAdam, "step", recorded(HostAdam.step))
         patch.setattr(LateUpdates, "start", recorded(LateUpdates.start))
-        losses(made, 2)
+        steps(made, 2)
     assert order == 2 * ["HostAdam.step", "LateUpdates.start"]
 
 
@@ -175,7 +153,7 @@ def test_an_error_in_an_update_ends_the_run(tmp_path):
     made = trainer(tmp_path, "run", True, "bfloat16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(updates, "_update", fails)
-        losses(made, 1)
+        steps(made, 1)
         with pytest.raises(MemoryError, match="no room"):
             made.evaluate()
 
@@ -185,7 +163,7 @@ def test_gradients_that_are_not_finite_change_nothing(tmp_path):
     import bmtrain as bmt
 
     made = trainer(tmp_path, "run", True, "bfloat16")
-    losses(made, 1)
+    steps(made, 1)
     before = held(made)
     if bmt.rank() == 1:
         made.optimizer.gradients()[0].fill_(torch.nan)  # backward adds to it
@@ -348,7 +326,7 @@ def test_memory_and_state_are_prepared_while_other_work_goes_on(tmp_path):
     ready.optimizer.prepare(after=lambda: order.append("memory"))
     prepared = {id(future.result()[updates.MEAN]) for future in ready.optimizer._coming.values()}
     assert order == ["memory"]
-    assert losses(ready, 2) == losses(lazy, 2)
+    assert steps(ready, 2) == steps(lazy, 2)
     require_equal(held(ready), held(lazy))
     assert {id(state[updates.MEAN]) for state in ready.optimizer.state.values()} == prepared
     ready.optimizer.prepare()  # nothing is missing

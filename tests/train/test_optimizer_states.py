@@ -17,6 +17,7 @@ from tests import tiny
 from tests.distributed.programs import on_program, run_program
 from tests.refusals import refusal_of, refused, says
 from tests.train import run_program as program
+from tests.train.cases import steps
 
 RUNS = {
     "bfloat16": {"dtype": "bfloat16", "optimizer": OptimizerConfig(state="bfloat16")},
@@ -73,10 +74,6 @@ def resumed(folder, name, **changes):
     return made
 
 
-def losses(made, steps):
-    return [(each.loss, each.grad_norm) for each in (made.step() for _ in range(steps))]
-
-
 @pytest.mark.long
 def test_resumed_on_ranks_that_share_matrices(tmp_path):
     names = ("bfloat16", "8bit")
@@ -102,11 +99,11 @@ def _is_uninterrupted(folder, names):
         changes = RUNS[name]
         made = trainer(folder, name, **changes)
         made.restore()
-        losses(made, 3)
+        steps(made, 3)
         made.save()
         other = resumed(folder, name, **changes)
         assert all(torch.equal(*pair) for pair in zip(stored(other), stored(made), strict=True)), name
-        assert losses(other, 2) == losses(made, 2)
+        assert steps(other, 2) == steps(made, 2)
         assert all(torch.equal(*pair) for pair in zip(stored(other), stored(made), strict=True)), name
         other = resumed(folder, name, **changes)
         state = held(other)
@@ -132,7 +129,7 @@ def _converts(folder, name, changes, state):
             assert (values - wanted).norm() <= (
                 0 if is_exact else 2.0**-8 if kind == "bfloat16" else 0.05
             ) * wanted.norm()
-        assert all(math.isfinite(loss) for loss, _ in losses(made, 1))
+        assert all(math.isfinite(loss) for loss, _ in steps(made, 1))
 
 
 def _takes_its_bytes():
@@ -211,7 +208,7 @@ def _goes_on(folder, names, changes=None):
             made.config = made.config.replace(output=folder / "8bit again")
             made.save()
             torch.save(wanted, folder / "8bit again.pt")
-        assert all(math.isfinite(loss) for loss, _ in losses(made, 1))
+        assert all(math.isfinite(loss) for loss, _ in steps(made, 1))
 
 
 def test_the_number_of_ranks_changes_no_bit(tmp_path):
@@ -263,7 +260,7 @@ def test_held_out_loss_is_that_of_fp32_states(tmp_path):
         optimizer = OptimizerConfig(state=kind, offload=True, lr=4e-3, beta2=0.999)
         made = trainer(tmp_path, kind, optimizer=optimizer, steps=60, checkpoint_every=None)
         first = made.evaluate().loss
-        losses(made, 60)
+        steps(made, 60)
         found[kind] = made.evaluate().loss
     assert found["float32"] < 0.6 * first
     for kind, loss in found.items():

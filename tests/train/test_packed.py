@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from bmburst.data import Batches, PackedSequences, open_corpus
+from bmburst.train.schedule import learning_rate
 from tests import tiny
 from tests.pairs import long, selected
 from tests.train import packed_program as program
-from tests.train.cases import adamw, result, run_cases
+from tests.train.cases import adamw, reference_steps, result, run_cases
 
 CASES = pytest.mark.parametrize("case", [*program.CASES, *long(*zip(program.MORE))], ids=str)
 cross_entropy = partial(torch.nn.functional.cross_entropy, reduction="sum")
@@ -47,23 +48,17 @@ def reference(folder):
     model, config = tiny.load(folder / "model"), program.config(folder, program.CASES[0])
     options = config.optimizer
     optimizer = adamw(model, options.weight_decay, betas=(options.beta1, options.beta2), eps=options.eps)
-    from bmburst.train.schedule import learning_rate
 
-    found = {"losses": [], "norms": []}
-    for step in range(program.STEPS):
+    def loss(step):
         inputs, labels = program.batch(step)
         rows = zip(inputs, labels, program.lengths(step), strict=True)
-        loss = sum(sum_over_documents(model, *row) for row in rows) / (labels != -100).sum()
-        loss.backward()
-        if step == 0:
-            found["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
-        found["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm).item())
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.schedule, options.lr, step + 1, config.steps)
-        optimizer.step()
-        optimizer.zero_grad()
-        found["losses"].append(loss.item())
-    found["parameters"] = {name: p.detach() for name, p in model.named_parameters()}
+        return sum(sum_over_documents(model, *row) for row in rows) / (labels != -100).sum()
+
+    def rate(step):
+        return learning_rate(config.schedule, options.lr, step, config.steps)
+
+    found = reference_steps(model, optimizer, map(loss, range(program.STEPS)), clip=options.clip_norm, rate=rate)
+    found["parameters"] = found["parameters"][-1]
     samples = next(Batches(packed(folder, config, "train"), batch_size=config.batch_size, seed=config.seed))
     found["text"] = *map(torch.from_numpy, samples.whole()), samples.documents
     return found
@@ -74,8 +69,8 @@ def test_equals_documents_alone(folder, reference, case):
     ours = result(folder, case)
     assert ours["gradients"].keys() == reference["gradients"].keys()
     for what, limit in (("gradients", 1e-5), ("parameters", 1e-5)):
-        for name, wanted in reference[what].items():
-            assert ((ours[what][name] - wanted).norm() / wanted.norm()).item() < limit, (what, name)
+        for name, exact in reference[what].items():
+            assert ((ours[what][name] - exact).norm() / exact.norm()).item() < limit, (what, name)
     for what in ("losses", "norms"):
         assert ours[what] == pytest.approx(reference[what], rel=1e-5)
 
