@@ -99,7 +99,7 @@ class _TorchFile:
         ):
             raise UserError(f"{path} holds no dictionary of tensors\nfix: a file of a Hugging Face model's weights")
         # Detached: a dictionary of named_parameters() has parameters, whose parts cannot be written to others.
-        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._tensors: Mapping[str, Tensor] = {name: tensor.detach() for name, tensor in tensors.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         for name, tensor in self._tensors.items():
             _require_floating(path, name, str(tensor.dtype), tensor.dtype in _DTYPE_NAMES)
