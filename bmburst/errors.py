@@ -1,8 +1,11 @@
 """Exceptions for invalid input and for runs that must end: one clear message instead of a traceback."""
 
 import difflib
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w-]*(\.\d[\w-]*)*")  # owner/name, whose dots stand before digits
 _MOST_LINES, _MOST_CHARACTERS = 3, 1000  # of a message; of one of its lines
 
 
@@ -76,6 +79,21 @@ def with_fix(error: UserError, fix: str) -> UserError:
     """Return the error with another fix instead of its own, which is given without "fix: "."""
     lines = [line for line in str(error).split("\n") if not line.startswith("fix: ")]
     return UserError("\n".join([*lines, f"fix: {fix}"]))
+
+
+def hub_fix(path: str | Path, kind: str = "") -> str:
+    """Return the end of a fix for a path without a model or data that has to do with the Hugging Face hub, else "".
+
+    Args:
+        path: A missing path, which may be a name on the hub, or a folder, which may be one of the hub's cache.
+        kind: Options of `hf download`.
+    """
+    folder = Path(path)
+    if snapshots := sorted(folder.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime):
+        return f"; of this folder of the hub's cache: {snapshots[-1].parent}"
+    if folder.is_dir() or _HUB_NAME.fullmatch(str(path)) is None or folder.parent.is_dir():
+        return ""
+    return f"; from the Hugging Face hub: hf download {kind}{path} --local-dir DIR"
 
 
 def first_line(error: BaseException) -> str:

@@ -42,7 +42,7 @@ from bmburst.checkpoint.sharded_files import (
 )
 from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
-from bmburst.errors import UserError
+from bmburst.errors import UserError, hub_fix
 from bmburst_ops.dtypes import name_of
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def _may_hold_head(directory: Path) -> bool:
 def _described(directory: Path) -> LlamaConfig:
     """Return the configuration in a config.json."""
     if not directory.is_dir():
-        raise UserError(f"no directory {directory}\nfix: a folder with config.json and model.safetensors")
+        fix = f"a folder with config.json and model.safetensors{hub_fix(directory)}"
+        raise UserError(f"no directory {directory}\nfix: {fix}")
     path = directory / CONFIG_FILE
     values = read_json(path)
     try:
@@ -256,7 +257,8 @@ def open_weights(directory: str | Path) -> Weights:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise UserError(f"no directory {directory}\nfix: give a directory with config.json and a model's weights")
+        fix = f"give a directory with config.json and a model's weights{hub_fix(directory)}"
+        raise UserError(f"no directory {directory}\nfix: {fix}")
     values = read_json(directory / CONFIG_FILE)
     if is_model_center(values):
         return _open_model_center(directory, values)

@@ -98,9 +98,10 @@ class _TorchFile:
             isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
         ):
             raise UserError(f"{path} holds no dictionary of tensors\nfix: a file of a Hugging Face model's weights")
-        self._tensors: Mapping[str, Tensor] = tensors
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
+        # Detached: a dictionary of named_parameters() has parameters, whose parts cannot be written to others.
+        self._tensors: Mapping[str, Tensor] = {name: tensor.detach() for name, tensor in tensors.items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        for name, tensor in self._tensors.items():
             _require_floating(path, name, str(tensor.dtype), tensor.dtype in _DTYPE_NAMES)
 
     def read(self, name: str, begin: int, end: int) -> Tensor:

@@ -14,7 +14,7 @@ from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli.long_context import measure, request_of, require_outputs, write_evaluation
 from bmburst.cli.program import ranks_to_start
 from bmburst.config import add_options, build_config, given_options, option_name, read_layer, to_dict
-from bmburst.errors import UserError
+from bmburst.errors import UserError, hub_fix
 from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
 from bmburst.train.config import EvalConfig
@@ -137,7 +137,7 @@ def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> 
         raise UserError(
             f"checkpoint {config.checkpoint}: no such directory\n"
             "allowed: a checkpoint, a run folder, or the directory of a Hugging Face model\n"
-            "fix: correct the path of --checkpoint"
+            f"fix: correct the path of --checkpoint{hub_fix(config.checkpoint)}"
         )
     check_sources(config.data, config)
     if hold_records(config.data, config):

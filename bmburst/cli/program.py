@@ -68,6 +68,7 @@ _KINDS = MappingProxyType(
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 _FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files that ranks of a small and of a large job need
 INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
+_ON_RANKS = ("train", "generate", "eval", "serve", "check")
 LAUNCHED = "BMBURST_LAUNCH_FOLDER"
 """Environment variable that the launcher sets in its ranks. The launcher prints the first rank's error once."""
 
@@ -339,9 +340,29 @@ def _run(name: str, words: Sequence[str]) -> int:
     except SystemExit as stop:  # --help has printed
         sys.stdout.flush()
         return int(stop.code or 0)
+    if name in _ON_RANKS:
+        _require_started(getattr(args, "nproc", None))
     status = command.run(args)
     sys.stdout.flush()
     return int(status)
+
+
+def _require_started(nproc: object) -> None:
+    """Check --nproc where RANK is set, so that this process is a rank and starts none: it would have no effect.
+
+    Containers of a cluster may set RANK and WORLD_SIZE for one process on each node.
+
+    Raises:
+        UserError: There are other numbers of ranks, in all and on this host.
+    """
+    sizes = [os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    if nproc is None or "RANK" not in os.environ or LAUNCHED in os.environ or str(nproc) in sizes:
+        return
+    raise UserError(
+        f"--nproc {nproc} has no effect: RANK and WORLD_SIZE are set, so another launcher has started {sizes[0]}\n"
+        "fix: leave --nproc out; or env -u RANK -u WORLD_SIZE bmburst ..., which starts them; "
+        "or torchrun --nproc-per-node, on several nodes"
+    )
 
 
 def _parser(name: str, words: Sequence[str]) -> CommandParser:

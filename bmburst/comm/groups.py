@@ -220,7 +220,14 @@ class SingleRank(MessageMover):
 
 
 def in_group(work: Callable[[], int]) -> int:
-    """Run `work` with torch.distributed initialized, and return its exit status."""
+    """Run `work` with torch.distributed initialized, and return its exit status.
+
+    Raises:
+        UserError: GLOO_SOCKET_IFNAME names a network interface that is not there.
+    """
+    from bmburst.host.stores import require_interfaces
+
+    require_interfaces()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

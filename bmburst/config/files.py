@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bmburst.errors import UserError
+from bmburst.errors import UserError, hub_fix
 from bmburst.outputs import replacing
 
 _MOST_JSON, _MOST_CONFIG = 256 << 20, 1 << 20  # bytes; parsing YAML takes seconds per MiB
@@ -27,7 +27,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = read_bytes(path, _MOST_JSON)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}\nfix: give a directory that has it") from error
+        fix = f"give a directory that has it{hub_fix(path.parent)}"
+        raise UserError(f"cannot read {path}: {error.strerror}\nfix: {fix}") from error
     try:
         values = parse_json(data)
     except ValueError as error:

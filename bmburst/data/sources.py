@@ -12,6 +12,7 @@ from typing import Literal
 
 from bmburst.config import parse_json
 from bmburst.config.git_lfs import require_content
+from bmburst.data.cards import require_one_configuration
 from bmburst.data.streams import PACKED_SUFFIXES, opened, plain_suffix
 from bmburst.errors import UserError
 
@@ -167,6 +168,7 @@ def _directory(root: Path, on_skip: Callable[[str], object]) -> list[SourceFile]
             f"allowed: {' '.join(_READ_SUFFIXES)}, also with {' '.join(PACKED_SUFFIXES)}\n"
             "fix: give the path of the file itself where its suffix is another"
         )
+    require_one_configuration(root, (file.path.relative_to(root).as_posix() for file in found if file.kind != "text"))
     for why, names in no_data.items():
         shown = ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
         on_skip(f"{_files(len(names))} of folder {root}, {why}: {shown}")

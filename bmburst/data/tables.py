@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bmburst.config import parse_json
 from bmburst.data.sources import SourceFile
 from bmburst.errors import UserError, first_line
 
@@ -34,9 +35,9 @@ def parquet_rows(file: SourceFile, on_read: Callable[[int], object], most: int =
         with parquet.ParquetFile(file.path) as opened:
             total = max(opened.metadata.num_rows, 1)
             for batch in opened.iter_batches(batch_size=most):
-                for row in batch.to_pylist():
+                for row in _values(batch):
                     number += 1
-                    yield f"{file.name}:{number}", without_nulls(row)
+                    yield f"{file.name}:{number}", row
                 on_read(size * batch.num_rows // total)
     except (OSError, ValueError) as error:  # pyarrow's errors are one of both
         raise UserError(
@@ -51,7 +52,7 @@ def dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
         UserError: Neither datasets nor pyarrow is installed, the folder cannot be read, or there is no split "train".
     """
     for number, row in enumerate(_dataset(folder), 1):
-        yield f"{folder.name}:{number}", without_nulls(dict(row))
+        yield f"{folder.name}:{number}", row
 
 
 def _dataset(folder: SourceFile) -> Iterator[Any]:
@@ -65,7 +66,7 @@ def _dataset(folder: SourceFile) -> Iterator[Any]:
         raise _unreadable(folder, error) from error
     if isinstance(rows, dict):
         rows = rows[_train(folder, list(rows))]
-    return iter(rows)
+    return (row for table in rows.with_format("arrow").iter(_ROWS) for row in _values(table))
 
 
 def _arrow_rows(folder: SourceFile) -> Iterator[Any]:
@@ -85,7 +86,7 @@ def _arrow_rows(folder: SourceFile) -> Iterator[Any]:
         for each in state["_data_files"]:
             with pyarrow.memory_map(str(root / each["filename"])) as source:
                 for batch in pyarrow.ipc.open_stream(source):
-                    for row in batch.to_pylist():
+                    for row in _values(batch):
                         yield {key: row[key] for key in state.get("_columns") or row}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unreadable(folder, error) from error
@@ -107,8 +108,42 @@ def _unreadable(folder: SourceFile, error: Exception) -> UserError:
     )
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a row without keys of null: Arrow gives each object of a column all keys that any of them has."""
+def _values(table: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table or batch of Arrow, without keys of null.
+
+    Arrow gives each object of a column all keys that any of them has. The type Json of the package datasets keeps an
+    object as JSON text, whose nulls are its own.
+    """
+    kinds = {field.name: field.type for field in table.schema if _has_json(field.type)}
+    for row in table.to_pylist():
+        found = {key: value for key, value in row.items() if value is not None}
+        yield {
+            key: _json_in(value, kinds[key]) if key in kinds else _without_nulls(value) for key, value in found.items()
+        }
+
+
+def _has_json(kind: Any) -> bool:
+    """Return whether values of an Arrow type are JSON text, or objects and lists that hold it."""
+    is_map = hasattr(kind, "key_type")
+    return _is_json(kind) or any(not is_map and _has_json(kind.field(index).type) for index in range(kind.num_fields))
+
+
+def _is_json(kind: Any) -> bool:
+    return getattr(kind, "extension_name", None) == "arrow.json"
+
+
+def _json_in(value: Any, kind: Any) -> Any:
+    """Return a value with the JSON text in it read, and without keys of null elsewhere."""
+    if value is None:
+        return None
+    if _is_json(kind):
+        return parse_json(value)
     if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: _json_in(each, kind.field(key).type) for key, each in value.items() if each is not None}
+    return [_json_in(each, kind.value_type) for each in value] if _has_json(kind) else _without_nulls(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

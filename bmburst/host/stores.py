@@ -26,6 +26,21 @@ NCCL_IB_HCA selects. "=" selects exactly this interface, not all interfaces with
 _ELSEWHERE = "192.0.2.1"  # TEST-NET-1 of RFC 5737: routed like any other address, but not in use
 
 
+def require_interfaces() -> None:
+    """Check that this host has the network interfaces that GLOO_SOCKET_IFNAME names.
+
+    Raises:
+        UserError: It has not.
+    """
+    known = [name for _, name in socket.if_nameindex()]
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    if gone := [name for name in named if name and name not in known]:
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME names {gone[0]!r}, but host {socket.gethostname()} has no such network interface\n"
+            f"allowed: {', '.join(known)}\nfix: name one that connects the hosts, or unset it"
+        )
+
+
 def serve(address: str, port: int, timeout: timedelta) -> Any:
     """Return a TCPStore of torch.distributed that this process serves at one address.
 

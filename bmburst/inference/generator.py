@@ -19,7 +19,7 @@ from bmburst.checkpoint.hugging_face import Weights, open_weights
 from bmburst.comm.checks import CheckedCommunicator, contents
 from bmburst.comm.communicator import gather_objects
 from bmburst.data.tokenizer import PromptTokenizer, load_tokenizer, other_files
-from bmburst.errors import UserError, require_known
+from bmburst.errors import UserError, hub_fix, require_known
 from bmburst.inference.answering import Answering, Progress, TextStream
 from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder, require_list
 from bmburst.inference.sampling import GenerationOptions, generation_options, given_options, names_ends
@@ -68,9 +68,8 @@ class Source:
                 or there is no such tokenizer.
         """
         if not given.is_dir():
-            raise UserError(
-                f"no directory {given}\nfix: give a directory of a Hugging Face, ModelCenter or bmburst model"
-            )
+            fix = f"give a directory of a Hugging Face, ModelCenter or bmburst model{hub_fix(given)}"
+            raise UserError(f"no directory {given}\nfix: {fix}")
         directory = verified(given, warn)
         places = [directory]
         if adapter is not None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING
 
 from bmburst.attention.call import AttentionCall
+from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME, Near, NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer
 from bmburst.integrations.transformers_recurrent import module_of
@@ -100,6 +101,8 @@ def _is_plain(layer: Any, latent: Tensor) -> bool:
 class LatentLayer(SplitLayer):
     """Latents and rotated keys of one layer: this rank's tokens, `[batch, capacity, 1, rank + rotated]`."""
 
+    _is_linear = False  # not known yet
+
     @property
     def nbytes(self) -> int:
         """See `SplitLayer`."""
@@ -133,10 +136,16 @@ class LatentLayer(SplitLayer):
 
         `[heads, rank + rotated, head_dim]` and `[heads, rank, value_dim]`. Keys and values are linear in both, so these
         are the keys and values of unit vectors.
+
+        Raises:
+            UserError: They are not linear.
         """
         units = torch.eye(self.keys.shape[-1], dtype=self.keys.dtype, device=self.keys.device)[None, None]
         rank = self.values.shape[-1]
         keys, values = expand(units[..., :rank], units[..., rank:])
+        if not self._is_linear:
+            _require_linear(expand, rank, units, keys, values[..., :rank, :])
+            self._is_linear = True
         return keys[0], values[0, :, :rank]
 
     def earlier(self, expand: Expand) -> tuple[Tensor, Tensor]:
@@ -144,6 +153,27 @@ class LatentLayer(SplitLayer):
         latents, rank = self.cached_before(self.keys).transpose(1, 2), self.values.shape[-1]
         keys, values = expand(latents[..., :rank], latents[..., rank:])
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def _require_linear(expand: Expand, rank: int, units: Tensor, *matrices: Tensor) -> None:
+    """Check that keys and values of two vectors, one of them zero, are the vectors times the matrices.
+
+    Raises:
+        UserError: They are not: a bias, an adapter or a hook of `kv_b_proj` adds to them, or is not linear.
+    """
+    width = units.shape[-1]
+    vector = torch.linspace(-2, 2, width, dtype=units.dtype, device=units.device)  # latents are normalized
+    pair = torch.stack((torch.zeros_like(vector), vector))[None, None]
+    found = expand(pair[..., :rank], pair[..., rank:])
+    near = 1e-3 if units.dtype.itemsize > 2 else 0.1
+    for each, matrix in zip(found, matrices, strict=True):
+        wanted = pair[..., : matrix.shape[-2]] @ matrix
+        if bool(each[..., 0, :].any()) or not (each - wanted).norm() <= near * wanted.norm():
+            raise UserError(
+                "keys and values are not linear in latents, but decoding multiplies queries by kv_b_proj, which has a "
+                "bias, or an adapter or hook that is not linear\n"
+                "fix: leave kv_b_proj out of the adapter's target_modules, or model.generate on one rank"
+            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -70,6 +72,12 @@ def require_splittable(
     for part in (part for part in parts if id(part) not in _other_media(parts[0])):
         if (problem := _problem(part, routed)) is not None:
             raise UserError(f"{type(part).__name__} is not exact on a split sequence: {problem[0]}\nfix: {problem[1]}")
+    if _is_tensor_parallel(model):
+        raise UserError(
+            f"{type(parts[0]).__name__} is not exact on a split sequence: it is tensor parallel, so ranks add up their "
+            "results, but they have different tokens\nfix: leave tp_plan, tp_size and parallelize_module out; FSDP2 "
+            "shards weights"
+        )
     require_adapters(model)
     require_one_frequency(model, ends, of_rows=of_rows)
 
@@ -147,6 +155,18 @@ def _own_table(model: PreTrainedModel) -> str | None:
     values = vars(sys.modules[type(model).__module__])
     tables = (name for name, value in values.items() if name.endswith(_TABLE) and isinstance(value, dict))
     return next((name for name in tables if "eager" in values[name] and NAME not in values[name]), None)
+
+
+def _is_tensor_parallel(model: nn.Module) -> bool:
+    """Return whether the ranks hold parts of matrices, and no rank gathers them: a plan of transformers or of torch.
+
+    FSDP2 gathers weights. With it, parts of matrices are on a dimension of the device mesh that is called "tp".
+    """
+    if any((getattr(part, "_tp_size", None) or 1) > 1 for part in models_in(model)):
+        return True
+    meshes = {weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)}
+    is_gathered = any(isinstance(module, FSDPModule) for module in model.modules())
+    return any(mesh.size() > 1 and not (is_gathered and "tp" not in (mesh.mesh_dim_names or ())) for mesh in meshes)
 
 
 def _other_media(model: PreTrainedModel) -> set[int]:

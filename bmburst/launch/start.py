@@ -196,6 +196,8 @@ def _complete_environment() -> None:
             "allowed: 0 <= RANK < WORLD_SIZE, 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE\n"
             "fix: start the ranks with bmburst launch --nproc N -- SCRIPT"
         )
+    if world > 1:
+        stores.require_interfaces()
     # BMTrain's default for LOCAL_WORLD_SIZE is 1; then it fails to assign CPUs to ranks after the first.
     on_one_host = world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world)
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = str(here), str(local_rank)

@@ -279,6 +279,9 @@ class _App:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise Refusal(415, f"content-type: {kind!r}; allowed: application/json", "wrong_content_type")
+        packed = request.headers.get("content-encoding", "").strip().lower()
+        if packed not in ("", "identity"):
+            raise Refusal(415, f"content-encoding: {packed!r}; allowed: identity", "wrong_content_encoding")
         body = bytearray()
         try:
             async with asyncio.timeout(_READ_SECONDS):

@@ -28,7 +28,7 @@ from bmburst.data.batches import Sequences
 from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, Source, mixed, shares_of, sources_of
 from bmburst.data.whole_documents import pack_sequences
-from bmburst.errors import UserError, not_a_number
+from bmburst.errors import UserError, hub_fix, not_a_number
 from bmburst.launch.start import start
 from bmburst.mesh import Mesh
 from bmburst.outputs import blank_picture, save_picture
@@ -336,6 +336,7 @@ def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> 
         raise UserError(
             f"{directory} has no complete checkpoint and no weights\n"
             "fix: give a run folder with checkpoints, one of its checkpoints, or the directory of a Hugging Face model"
+            f"{hub_fix(directory)}"
         )
     tokenizer = config.tokenizer or own_tokenizer(*places)
     shape = hugging_face.read_config(directory)

@@ -22,7 +22,7 @@ from bmburst.config import (
     to_dict,
     write_json,
 )
-from bmburst.errors import UserError
+from bmburst.errors import UserError, hub_fix
 from bmburst.record_format import RecordFormat
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import require_wandb
@@ -31,7 +31,6 @@ from bmburst.train.sources import (
     check_sources,
     have_groups,
     hold_records,
-    hub_fix,
     require_filled,
     sources_in,
 )
@@ -236,8 +235,7 @@ def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaCo
         what = "it has no config.json" if folder.is_dir() else "no such directory"
         if (folder / "adapter_config.json").is_file():
             what = "it is a LoRA adapter, which bmburst convert --merge adds to its model"
-        hub = "" if folder.is_dir() else hub_fix(str(folder))
-        raise UserError(f"{option} {folder}: {what}\nfix: give the directory of a Hugging Face model{hub}")
+        raise UserError(f"{option} {folder}: {what}\nfix: give the directory of a Hugging Face model{hub_fix(folder)}")
     values = read_json(path)
     if "model_type" not in values:
         from bmburst.checkpoint.files import newest_complete

@@ -4,19 +4,15 @@ Its top imports no numpy, which --help does not need: functions import what does
 """
 
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bmburst.errors import UserError
+from bmburst.errors import UserError, hub_fix
 from bmburst.record_format import RecordFormat
 from bmburst.train.sections import STANDARD_LIBRARY
 
 if TYPE_CHECKING:
     from bmburst.data.mixture import Source
-
-
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w-]*(\.\d[\w-]*)*")  # owner/name, whose dots stand before digits
 
 
 PLACEHOLDER = "PATH/TO/"
@@ -34,18 +30,6 @@ def require_filled(name: str, value: object, option: str) -> None:
             f"{name} {value} is the placeholder of a recipe\nallowed: a path of your own\n"
             f"fix: add {option} to the command, or change it in the recipe"
         )
-
-
-def hub_fix(name: str, kind: str = "") -> str:
-    """Return how to fetch a missing path that looks like a name on the Hugging Face hub; empty for other paths.
-
-    Args:
-        name: The path that was given.
-        kind: Options of `hf download`.
-    """
-    if _HUB_NAME.fullmatch(name) is None or Path(name).parent.is_dir():
-        return ""
-    return f"; from the Hugging Face hub: hf download {kind}{name} --local-dir DIR"
 
 
 def check_sources(source: str, form: RecordFormat) -> None:

@@ -217,6 +217,12 @@ def test_a_note_names_options_of_the_model_that_are_not_applied(model: Path, tmp
 def test_directories_that_are_no_models_are_refused(tmp_path: Path, model: Path, bare: Path, capsys: Any) -> None:
     assert "no directory" in refused(capsys, "generate", "--checkpoint", str(tmp_path / "none"), "--prompt", "x")
     assert "config.json" in refused(capsys, "generate", "--checkpoint", str(tmp_path), "--prompt", "x")
+    for command in (("generate", "--prompt", "x"), ("eval", "--data", __file__)):
+        for given in ("Qwen/Qwen3-0.6B", str(tmp_path / "models--x--y")):
+            (snapshot := tmp_path / "models--x--y/snapshots/1f").mkdir(parents=True, exist_ok=True)
+            (snapshot / "config.json").touch()
+            fix = f"hf download {given} --local-dir" if given.startswith("Qwen") else f"{snapshot}"
+            assert fix in refused(capsys, command[0], "--checkpoint", given, *command[1:]).split("fix: ")[1]
     assert "--checkpoint" in refused(capsys, "generate", "--prompt", "x")
     assert "tokenizer" in refused(capsys, "generate", "--checkpoint", str(bare), "--prompt", "x")
     assert "tokenizer" in refused(capsys, "generate", "--checkpoint", str(bare), "--prompts", __file__, "--stop", "x")

@@ -202,3 +202,15 @@ def test_eval_refuses_a_cache_that_cannot_be_written(launches, held_out, tmp_pat
 def test_eval_refuses_bad_input(launches, held_out, capsys, argv, words):
     says(refused(capsys, "eval", *argv), words)
     assert not launches
+
+
+@pytest.mark.parametrize("command", ["train --output x", "generate --checkpoint x", "eval --checkpoint x", "check"])
+def test_nproc_of_a_rank_is_not_ignored(as_rank, monkeypatch, capsys, command):
+    """In a container with RANK=0 and WORLD_SIZE=1, `--nproc 8` trained on one of eight GPUs."""
+    as_rank(0, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert main([*command.split(), "--nproc", "8"]) == 2
+    says(capsys.readouterr().err, "--nproc 8 | RANK | 4 | fix: leave --nproc out | env -u RANK")
+    for nproc in ("4", "2"):
+        main([*command.split(), "--nproc", nproc, "--hang-timeout", "-1"])
+        assert "hang" in capsys.readouterr().err

@@ -226,3 +226,46 @@ def test_parquet_and_data_sets_give_the_tokens_of_the_same_lines(tmp_path, monke
 def test_the_fields_of_a_subclass_are_those_of_the_format():
     assert RecordFormat(**MAPPED).record_format == RecordFormat(**MAPPED)
     assert {each.name for each in fields(RecordFormat)} == {*MAPPED, "text_field", "roles", "columns", "learned_roles"}
+
+
+def test_json_columns_give_the_tokens_of_the_same_lines(tmp_path, monkeypatch):
+    """What datasets makes of tool calls: their arguments have other keys, and nulls of their own."""
+    import sys
+
+    import datasets
+
+    calls = [{"name": "f", "arguments": {"at": 3, "unit": None}}, {"name": "g", "arguments": {"list": [1, None]}}]
+    answers = [{"role": "assistant", "content": "", "tool_calls": [{"function": call}]} for call in calls]
+    rows = [{"messages": [{"role": "user", "content": "?"}, answer], "tools": calls} for answer in answers]
+    rows[0]["unread"] = {"one": None}
+    shown = "m.content + m.tool_calls | default([]) | tojson"
+    template = "{{ tools | tojson }}" + chat.PLAIN.replace("m.content", shown)
+    tokenizer = str(chat.directory(tmp_path / "t", template))
+
+    def opened(path):
+        return open_corpus(path, tokenizer, tmp_path / "cache")
+
+    wanted = opened(chat.write(tmp_path / "x.jsonl", *rows)).fingerprint
+    made = datasets.Dataset.from_list(
+        rows,
+        features=datasets.Features(
+            messages=datasets.List(
+                {**dict.fromkeys(("role", "content"), datasets.Value("string")), "tool_calls": datasets.Json()}
+            ),
+            tools=datasets.List(datasets.Json()),
+            unread=datasets.Json(),
+        ),
+    )
+    made.to_parquet(tmp_path / "x.parquet")
+    made.save_to_disk(tmp_path / "set")
+    made.add_column("more", [0, 1]).select([1, 0]).select([1, 0]).save_to_disk(tmp_path / "chosen")
+    for path in ("x.parquet", "set", "chosen"):
+        assert opened(tmp_path / path).fingerprint == wanted, path
+    parquet.write_table(
+        pyarrow.table({"messages": pyarrow.array(["[{"], pyarrow.json_())}), tmp_path / "broken.parquet"
+    )
+    with refused("broken.parquet", "not valid JSON", "fix: "):
+        opened(tmp_path / "broken.parquet")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "set" / "state.json").touch()
+    assert open_corpus(tmp_path / "set", tokenizer, tmp_path / "other").fingerprint == wanted

@@ -63,6 +63,43 @@ def test_a_data_set_is_read_without_its_card_and_its_other_splits(tmp_path):
     assert "code" in [text for _, text in texts(tmp_path / "set")]
 
 
+def test_several_configurations_of_a_data_set_are_not_mixed(tmp_path):
+    """As those of openai/gsm8k, whose rows are the same questions: both were learned."""
+    root, other = tmp_path / "set", tmp_path / "one"
+    for name in ("main/train-0.jsonl", "main/test-0.jsonl", "socratic/train-0.jsonl", "socratic/test-0.jsonl"):
+        for folder in (root, other):
+            (folder / name).parent.mkdir(exist_ok=True, parents=True)
+            (folder / name).write_text(json.dumps({"text": name}) + "\n")
+
+    def card(*configs):
+        front = f"---\nlicense: mit\nconfigs: {json.dumps(configs)}\n---\n# A data set\n"
+        (root / "README.md").write_text(front)
+
+    main = {"config_name": "main", "data_files": [{"split": "train", "path": "main/train-*"}]}
+    card(main, {"config_name": "socratic", "data_dir": "socratic"})
+    with refused(f"{root} | several configurations | main, socratic | such as {root}/main | fix: | Mixtures"):
+        texts(root)
+    assert [text for _, text in texts(root / "main")] == ["main/train-0.jsonl"]
+    whole = {"config_name": "all", "data_files": ["main/train-0.jsonl", "./socratic/*"], "default": True}
+    for configs, named in (((main, whole), "main"), ((whole, main), "main/train-0.jsonl")):
+        card(*configs)
+        with refused("several", ", ".join(each["config_name"] for each in configs), f"such as {root}/{named}"):
+            texts(root)
+    both = ["main/train-0.jsonl", "socratic/train-0.jsonl"]
+    for configs in (
+        [main],
+        [main, {"config_name": "gone", "data_files": "gone/*"}],
+        [main, main | {"config_name": "b"}],
+    ):
+        card(*configs)
+        assert [text for _, text in texts(root)] == both
+    for text in ("", "---", "---\nconfigs: {\n---\n", "---\nconfigs: [1, {config_name: 2}]\n---\n", "a\n---\n1\n---\n"):
+        (root / "README.md").write_text(text)
+        assert [text for _, text in texts(root)] == both
+    (root / "README.md").write_bytes(b"---\n\xff\n---\n")
+    assert [text for _, text in texts(root)] == both == [text for _, text in texts(other)]
+
+
 def test_the_kind_of_a_named_file_is_told_by_its_beginning(tmp_path):
     """As data sets lie in caches; tables would be learned as plain text, marks of columns and all."""
     line = json.dumps({"text": "one"}) + "\n"

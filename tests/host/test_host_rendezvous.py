@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from bmburst.comm.groups import in_group
 from bmburst.errors import UserError
+from bmburst.host import stores
 from bmburst.host.nccl import UNIQUE_ID_BYTES, Rendezvous, reachable_address
+from tests.refusals import refused
 
 
 def address(unique_id: bytes) -> list[str]:
@@ -70,3 +73,13 @@ def test_foreign_ids_are_refused() -> None:
 def test_a_time_limit_is_a_number_of_seconds(value: str) -> None:
     with pytest.raises(UserError, match=rf"BMBURST_TIMEOUT is '{value}'"):
         Rendezvous({"BMBURST_TIMEOUT": value})
+
+
+def test_interfaces_that_a_host_has_not_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts of another cluster name its interfaces; gloo ended in a traceback."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth99")
+    with refused("GLOO_SOCKET_IFNAME | 'eth99' | lo | fix: name one"):
+        in_group(lambda: 0)
+    for names in ("lo", "lo,", ""):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+        stores.require_interfaces()

@@ -16,7 +16,9 @@ from bmburst.integrations import transformers_attention as attention
 from bmburst.integrations import transformers_cache as cache_module
 from bmburst.integrations import transformers_latent as latent
 from bmburst.integrations.transformers import SplitSequences, register
+from bmburst.integrations.transformers_cache import SplitCache, generate
 from tests.distributed.processes import run_processes
+from tests.distributed.threads import mesh_of
 from tests.integrations import latent_program, recurrent_program
 from tests.integrations.test_transformers_recurrent import ALONE, IDS, LIMIT, distances
 from tests.refusals import refused
@@ -116,3 +118,33 @@ def test_a_layer_that_is_not_as_it_was_read_expands_itself(monkeypatch: pytest.M
     calls.clear()
     part.logits(adapted)
     assert not calls
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_bias": True}, None])
+def test_generation_needs_matrices_that_are_linear(changes: dict[str, Any] | None) -> None:
+    """A decoding step multiplies queries by `kv_b_proj`: what that adds or clamps was left out of the answer."""
+    register()
+    ids = torch.randint(2, recurrent_program.VOCABULARY, (1, 7), generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+
+    def made(attention: str) -> Any:
+        model: Any = tiny_model("deepseek_v3", attention)
+        if changes is None:
+            model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda *each: each[2].clamp(-0.5, 0.5))
+            return model
+        torch.manual_seed(0)
+        lora = LoraConfig(r=2, target_modules=["kv_b_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **changes)
+        model = get_peft_model(model, lora)
+        for name, weight in model.named_parameters():
+            if "lora" in name:
+                nn.init.normal_(weight, std=0.3)
+        return model.double().eval()
+
+    expected = made("eager").generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+    model, mesh = made("bmburst"), mesh_of()
+    given = {"mesh": mesh, "past_key_values": SplitCache(model.config, mesh), **options}
+    if changes == {}:
+        assert generate(model, ids, **given).tolist() == expected.tolist()
+    else:
+        with refused("not linear | kv_b_proj | bias | hook | fix: leave kv_b_proj out | one rank"):
+            generate(model, ids, **given)

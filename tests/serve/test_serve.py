@@ -209,6 +209,9 @@ def test_what_is_not_understood_is_refused_by_name(running: Served) -> None:
     nothing = dict.fromkeys(FIELDS) | {"user": "me", "frequency_penalty": 0.0, "n": 1, "tools": []}
     assert running.raw("POST", "/v1/chat/completions", json.dumps({**nothing, **right}).encode())[0] == 200
     assert running.raw("POST", "/v1/chat/completions", b"{}", content_type="text/plain")[0] == 415
+    found, _, answer = running.raw("POST", "/v1/chat/completions", b"\x1f\x8b", content_encoding="gzip")
+    assert found == 415
+    says(answer["error"]["message"], "content-encoding | 'gzip' | allowed: identity")
     assert running.health()["open"] == 0
 
 
