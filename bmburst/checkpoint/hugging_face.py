@@ -98,8 +98,9 @@ def _may_hold_head(directory: Path) -> bool:
 def _described(directory: Path) -> LlamaConfig:
     """Return the configuration in a config.json."""
     if not directory.is_dir():
-        fix = f"a folder with config.json and model.safetensors{hub_fix(directory)}"
-        raise UserError(f"no directory {directory}\nfix: {fix}")
+        raise UserError(
+            f"no directory {directory}\nfix: a folder with config.json and model.safetensors{hub_fix(directory)}"
+        )
     path = directory / CONFIG_FILE
     values = read_json(path)
     try:
@@ -257,8 +258,10 @@ def open_weights(directory: str | Path) -> Weights:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        fix = f"give a directory with config.json and a model's weights{hub_fix(directory)}"
-        raise UserError(f"no directory {directory}\nfix: {fix}")
+        raise UserError(
+            f"no directory {directory}\n"
+            f"fix: give a directory with config.json and a model's weights{hub_fix(directory)}"
+        )
     values = read_json(directory / CONFIG_FILE)
     if is_model_center(values):
         return _open_model_center(directory, values)

@@ -27,8 +27,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = read_bytes(path, _MOST_JSON)
     except OSError as error:
-        fix = f"give a directory that has it{hub_fix(path.parent)}"
-        raise UserError(f"cannot read {path}: {error.strerror}\nfix: {fix}") from error
+        raise UserError(
+            f"cannot read {path}: {error.strerror}\nfix: give a directory that has it{hub_fix(path.parent)}"
+        ) from error
     try:
         values = parse_json(data)
     except ValueError as error:

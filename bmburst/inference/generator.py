@@ -68,8 +68,10 @@ class Source:
                 or there is no such tokenizer.
         """
         if not given.is_dir():
-            fix = f"give a directory of a Hugging Face, ModelCenter or bmburst model{hub_fix(given)}"
-            raise UserError(f"no directory {given}\nfix: {fix}")
+            raise UserError(
+                f"no directory {given}\n"
+                f"fix: give a directory of a Hugging Face, ModelCenter or bmburst model{hub_fix(given)}"
+            )
         directory = verified(given, warn)
         places = [directory]
         if adapter is not None:

@@ -48,8 +48,9 @@ def fold_forward(call: ScanCall, transitions: Tensor, ends: Tensor, initial: Ten
     chain, hops, places = call.chain, _Hops(call, ends.shape[1]), call.places(ends.device)
     summaries = call.of_links(hops.out(call.in_slots(places.exporting, _joined(transitions, ends))))
     flat_m, flat_u = summaries.split([prod(transitions.shape[2:]), prod(ends.shape[2:])], -1)
-    m = flat_m.contiguous().unflatten(-1, transitions.shape[2:])  # a copy: it is kept for backward, without U
-    u = flat_u.unflatten(-1, ends.shape[2:])
+    # M is a copy: it is kept for backward, without U.
+    m = flat_m.contiguous().view(*flat_m.shape[:-1], *transitions.shape[2:])
+    u = flat_u.view(*flat_u.shape[:-1], *ends.shape[2:])
     state = torch.zeros_like(u[0]) if initial is None else hops.own_heads(initial)
     before: list[Tensor] = []
     for k, link in enumerate(u.unbind()):

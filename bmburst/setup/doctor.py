@@ -120,14 +120,21 @@ class GpuPackageCheck:
         return _imported(name, self.module, self.distribution, "not installed", self.install, again="--no-deps ")
 
 
+FLASH_ATTENTION_4 = GpuPackageCheck("flash_attn.cute", "flash-attn-4", frozenset({9, 10, 12}), "--pre flash-attn-4")
+
+
 def flash_attention_4(name: str, gpus: list[int] | None = None, machine: "Machine | None" = None) -> Finding:
     """Check for flash-attn-4, by the rule of its versions too."""
     from bmburst_ops.flash.fa4 import unusable
     from bmburst_ops.machine import HERE
 
-    found = GpuPackageCheck("flash_attn.cute", "flash-attn-4", frozenset({9, 10, 12}), "--pre flash-attn-4")(name, gpus)
+    found = FLASH_ATTENTION_4(name, gpus)
     reason = unusable(machine or HERE) if found.status == "ok" else None
-    return found if reason is None else Finding(name, "broken", reason, f"{PIP} install --upgrade --pre flash-attn-4")
+    return (
+        found
+        if reason is None
+        else Finding(name, "broken", reason, f"{PIP} install --upgrade {FLASH_ATTENTION_4.install}")
+    )
 
 
 def linear_attention(name: str) -> Finding:

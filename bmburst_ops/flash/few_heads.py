@@ -99,7 +99,7 @@ def _most_heads(kernel: str, q: Tensor, k: Tensor, v: Tensor, pattern: PackedPat
     """Return how many query heads one call may have.
 
     Raises:
-        KernelError: None.
+        KernelError: Not even one head fits.
     """
     documents = len(pattern.queries) - 1 if isinstance(pattern, Segments) else 1
     tokens = q.shape[0] * (max(q.shape[1], k.shape[1]) + _TILE * documents)

@@ -6,8 +6,6 @@ The right masks come from transformers' return_assistant_tokens_mask, by a templ
 
 import itertools
 import json
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -263,16 +261,14 @@ def test_pairs_of_llama_factory_have_their_prompts(tmp_path, line, prompt):
     assert found.answers.tolist() == wanted.answers.tolist() and found.answers.sum() == 2 * len("It is 3") + 2
 
 
-def test_nulls_that_arrow_adds_to_a_data_set_are_dropped(tmp_path, monkeypatch):
+def test_nulls_that_arrow_adds_to_a_data_set_are_dropped(tmp_path):
     """Each object of a column has the keys of all: TRL removes them too."""
+    import datasets
+
     folder = tmp_path / "set"
-    folder.mkdir()
-    (folder / "state.json").write_text("{}")
     nulls = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
     rows = [{"messages": [{**TURNS[0], "tool_calls": None}, {**TURNS[1], "tool_calls": [nulls]}], "tools": [nulls]}]
-    package = types.ModuleType("datasets")
-    package.load_from_disk = lambda _: rows
-    monkeypatch.setitem(sys.modules, "datasets", package)
+    datasets.Dataset.from_list(rows).save_to_disk(folder)
     tokenizer = str(chat.directory(tmp_path / "t", CALLS))
     found = open_corpus(folder, tokenizer, tmp_path)
     line = {"messages": [TURNS[0], {**TURNS[1], "tool_calls": [CALL]}], "tools": [CALL]}

@@ -1,8 +1,8 @@
 """Records become the ids and answers of transformers, are packed whole, and bad lines are refused by number."""
 
 import json
+import shutil
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -419,27 +419,27 @@ def test_an_evaluation_takes_every_held_out_record_once(tmp_path):
 
 
 def test_a_data_set_of_the_package(tmp_path, monkeypatch):
-    """The package is not needed by tests: what is read of it is `load_from_disk`, which returns rows or splits."""
-    folder = tmp_path / "set"
-    folder.mkdir()
-    (folder / "dataset_dict.json").write_text("{}")
+    import datasets
+
+    def saved(**splits):
+        made = {name: datasets.Dataset.from_list(each) for name, each in splits.items()}
+        datasets.DatasetDict(made).save_to_disk(tmp_path / "set")
+        return tmp_path / "set"
+
     rows = [{"messages": LONG}, {"messages": SYSTEM}, {"messages": chat.conversation("x", "y")}]
-    tokenizer = str(chat.directory(tmp_path / "t"))
-    monkeypatch.setitem(sys.modules, "datasets", None)
+    tokenizer, folder = str(chat.directory(tmp_path / "t")), saved(train=rows)
     with monkeypatch.context() as without, refused(folder, "datasets", "pyarrow", "fix: pip install 'bmburst[data]'"):
+        without.setitem(sys.modules, "datasets", None)
         without.setitem(sys.modules, "pyarrow", None)
         open_corpus(folder, tokenizer, tmp_path / "cache")
-    package = types.ModuleType("datasets")
-    package.load_from_disk = lambda path: {"train": rows} if path == str(folder) else None
-    monkeypatch.setitem(sys.modules, "datasets", package)
     found = open_corpus(folder, tokenizer, tmp_path / "cache")
     same = open_corpus(chat.write(tmp_path / "x.jsonl", *rows), tokenizer, tmp_path / "cache")
     assert found.fingerprint == same.fingerprint
-    rows.append({"messages": [{"content": "a"}]})
-    (folder / "dataset_dict.json").write_text("{ }")
+    saved(train=[*rows, {"messages": [{"content": "a"}]}])
     with refused(f"{folder}:4", "role", "fix: "):
         open_corpus(folder, tokenizer, tmp_path / "other")
-    package.load_from_disk = lambda _: {"test": rows}
+    shutil.rmtree(folder)
+    saved(test=rows)
     with refused("'train'", "test", "fix: "):
         open_corpus(folder, tokenizer, tmp_path / "another")
 

@@ -10,7 +10,6 @@ from bmburst_ops.flash.padded import PaddedKernel
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import a_cells
 from tests.ops.package_stand_ins import fa2, fa3, fa4
-from tests.ops.test_triton_masks import pytestmark  # noqa: F401 - the interpreter's warnings
 from tests.ops.tiles import DEVICE, EPSILON, assert_same, error, some_heads, some_statistics
 from tests.pairs import in_turn
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from bmburst.setup.build_bmtrain import Machine, list_missing
-from bmburst.setup.doctor import CHECKS, GpuPackageCheck, bmtrain
+from bmburst.setup.doctor import FLASH_ATTENTION_4, bmtrain
 from tests.docs.blocks import DOCS
 from tests.docs.commands import exists
 from tests.packaging.wheel import NEEDED, PACKAGES, ROOT
@@ -104,8 +104,7 @@ def test_the_image_has_what_the_build_of_bmtrain_asks_for() -> None:
 def test_the_image_is_what_doctor_recommends() -> None:
     recipe = shlex.split(bmtrain.fix_command([90], has_wheel=False))  # as on Python 3.12
     assert recipe[-2:] in [plain(words)[-2:] for words in RUNS]
-    (fa4,) = (check.run for check in CHECKS if check.name == "kernel fa4")
-    assert isinstance(fa4, GpuPackageCheck)
+    fa4 = FLASH_ATTENTION_4
     extra = re.search(r'"gpu": \["([\w-]+)', (ROOT / "setup.py").read_text())
     assert extra is not None and extra[1] == fa4.distribution and fa4.install.endswith(extra[1])
     assert any(".[gpu]" in words for words in RUNS)
