@@ -34,6 +34,7 @@ from bmburst.comm.communicator import Transfer
 from bmburst.comm.memory import tensor_in
 from bmburst.schedule.gather_plan import GatherPlan, GradientSumPlan, make_gather_plan
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
+from bmburst_ops.flash.kernel import empty_gradients
 from bmburst_ops.merge import merge_partials_, sum_parts
 
 Pair = tuple[Tensor, Tensor]
@@ -70,7 +71,7 @@ def gather_backward(call: AttentionCall, given: BackwardInputs, into: Gradients 
     grad_out, q, k, v, lse, delta = given
     plan = _plan(call, q, k, v)
     if into is None:
-        into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)))
+        into = empty_gradients(q, k, v)
     for gradient, real in zip(into, (plan.real, plan.real_keys, plan.real_keys), strict=True):
         gradient[:, real:] = 0
 

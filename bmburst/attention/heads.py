@@ -20,7 +20,7 @@ from torch import Tensor
 from bmburst.attention.at_once import Attend, at_once_backward, at_once_forward
 from bmburst.attention.call import AttentionCall, Executor
 from bmburst.attention.gather import gather_backward, gather_forward
-from bmburst.attention.local import empty_partial, local_backward, local_forward
+from bmburst.attention.local import local_backward, local_forward
 from bmburst.attention.ring import ring_backward, ring_forward
 from bmburst.comm.communicator import Transfer
 from bmburst.comm.streams import RECORDINGS, UnitStreams, current_stream
@@ -29,6 +29,7 @@ from bmburst.schedule.heads_plan import HeadsPlan, StridedView
 from bmburst.schedule.tiles import Span
 from bmburst.schedule.units import records_kernels
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
+from bmburst_ops.flash.kernel import empty_partial
 from bmburst_ops.merge import accumulation_dtype
 
 _IN, _OUT = 0, 1  # lanes: arriving inputs do not queue behind returning results

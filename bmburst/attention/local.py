@@ -9,7 +9,7 @@ from bmburst.attention.call import AttentionCall
 from bmburst.comm.waits import traced
 from bmburst.schedule.tiles import Span, Tile
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial, Scoring
-from bmburst_ops.flash.kernel import deliver_gradients
+from bmburst_ops.flash.kernel import deliver_gradients, empty_gradients, empty_partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 
@@ -90,12 +90,6 @@ def local_forward(
     return into
 
 
-def empty_partial(q: Tensor, v: Tensor) -> Partial:
-    """Allocate the results for queries and values: the output contiguous in q's dtype, lse in fp32 or wider."""
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
-    return Partial(out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype)))
-
-
 def _write_empty(part: Partial, queries: slice) -> None:
     """Write the results of queries that see no key."""
     part.out[:, queries] = 0
@@ -109,7 +103,7 @@ def local_backward(
     tiles = call.tiles(0, 0) if tiles is None else tiles
     inputs = given.q, given.k, given.v
     if into is None:
-        into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs))
+        into = empty_gradients(*inputs)
     if len(tiles) == 1:
         (tile,) = tiles
         spans = (tile.queries, tile.keys, tile.keys)

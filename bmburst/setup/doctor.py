@@ -130,11 +130,9 @@ def flash_attention_4(name: str, gpus: list[int] | None = None, machine: "Machin
 
     found = FLASH_ATTENTION_4(name, gpus)
     reason = unusable(machine or HERE) if found.status == "ok" else None
-    return (
-        found
-        if reason is None
-        else Finding(name, "broken", reason, f"{PIP} install --upgrade {FLASH_ATTENTION_4.install}")
-    )
+    if reason is not None:
+        found = Finding(name, "broken", reason, f"{PIP} install --upgrade {FLASH_ATTENTION_4.install}")
+    return found
 
 
 def linear_attention(name: str) -> Finding:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.inputs import unable
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, empty_gradients, empty_partial
 from bmburst_ops.flash.mask_corrections import PackedPattern, SeenBackward, SeenForward
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.pattern import Segments
@@ -48,8 +48,7 @@ def forward_by_few_heads(kernel: str, part: SeenForward) -> SeenForward:
         if q.shape[2] <= most:
             return part(q, k, v, pattern, into)
         if into is None:
-            lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
-            into = Partial(q.new_empty((*q.shape[:3], v.shape[3])), lse)
+            into = empty_partial(q, v)
         for keys, calls in _cut(q.shape[2], k.shape[2], most):
             for queries in calls:
                 target = Partial(into.out[:, :, queries], into.lse[:, queries])
@@ -68,7 +67,7 @@ def backward_by_few_heads(kernel: str, part: SeenBackward) -> SeenBackward:
         if q.shape[2] <= most:
             return part(given, pattern, into)
         if into is None:
-            into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)))
+            into = empty_gradients(q, k, v)
         for keys, calls in _cut(q.shape[2], k.shape[2], most):
             keys_of, values_of = k[:, :, keys], v[:, :, keys]
             target_k, target_v = into.k[:, :, keys], into.v[:, :, keys]

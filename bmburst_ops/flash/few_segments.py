@@ -6,12 +6,10 @@ FlashAttention-3 have one for each segment of each sample, and end with "invalid
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial, empty_gradients, empty_partial
 from bmburst_ops.flash.mask_corrections import PackedPattern, SeenBackward, SeenForward
-from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.pattern import Segments
 
 MOST = 65535
@@ -28,8 +26,7 @@ def forward_by_few_segments(part: SeenForward) -> SeenForward:
         if not _are_many(pattern, q.shape[0]):
             return part(q, k, v, pattern, into)
         if into is None:
-            lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
-            into = Partial(q.new_empty((*q.shape[:3], v.shape[3])), lse)
+            into = empty_partial(q, v)
         for queries, keys, some in _cut(pattern, q.shape[0]):
             target = Partial(into.out[:, queries], into.lse[..., queries])
             part(q[:, queries], k[:, keys], v[:, keys], some, target)
@@ -49,7 +46,7 @@ def backward_by_few_segments(part: SeenBackward) -> SeenBackward:
         if not _are_many(pattern, q.shape[0]):
             return part(given, pattern, into)
         if into is None:
-            into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)))
+            into = empty_gradients(q, k, v)
         for queries, keys, some in _cut(pattern, q.shape[0]):
             rows = grad_out[:, queries], q[:, queries], k[:, keys], v[:, keys], lse[..., queries], delta[..., queries]
             part(BackwardInputs(*rows), some, Gradients(into.q[:, queries], into.k[:, keys], into.v[:, keys]))

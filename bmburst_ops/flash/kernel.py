@@ -157,6 +157,17 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     return all(mine == theirs or size == 1 for size, mine, theirs in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
+def empty_partial(q: Tensor, v: Tensor) -> Partial:
+    """Allocate the results for queries and values: the output contiguous in q's dtype, lse in fp32 or wider."""
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    return Partial(out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype)))
+
+
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """Allocate the gradients of queries, keys and values, contiguous."""
+    return Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)))
+
+
 def deliver_partial(result: Partial, into: Partial | None) -> Partial:
     """Return output and log-sum-exp in `into`; see `deliver`."""
     return result if into is None else Partial(*map(deliver, result, into))

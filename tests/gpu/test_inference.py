@@ -14,11 +14,10 @@ from bmburst.inference.session import Engine, GenerationBatch, Session
 from bmburst.inference.weights import ResidentWeights
 from bmburst_ops.flash import select_kernel
 from tests import tiny
-from tests.gpu.over_gpus import run_nccl
+from tests.gpu.over_gpus import GPUS, run_nccl
 from tests.inference.models import Greedy, directory, greedy, prompt
 
 pytestmark = pytest.mark.gpu
-GPUS = torch.cuda.device_count()
 SIZES = range(2, min(GPUS, 4) + 1)
 STEPS = 10
 STOPS = (6, 1, 4, 2)  # new tokens that are taken of each answer

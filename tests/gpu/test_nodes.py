@@ -11,10 +11,9 @@ from bmburst.attention.options import AttentionOptions
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.comm.transports import NODE_SWITCH
 from tests.attention.oracle import draw, reference
-from tests.gpu.over_gpus import errors_of, excess, run
+from tests.gpu.over_gpus import GPUS, errors_of, excess, run
 
 pytestmark = pytest.mark.gpu
-GPUS = torch.cuda.device_count()
 MESHES = [mesh for mesh in ((2, 2), (2, 3), (2, 4), (4, 2)) if mesh[0] * mesh[1] <= GPUS]
 BOUND = 1.35  # errors over one device's, as for a flat ring
 

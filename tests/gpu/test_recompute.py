@@ -18,10 +18,9 @@ from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.gated_mlp import gated_mlp
 from tests import tiny
 from tests.distributed.programs import on_program
-from tests.gpu.over_gpus import NEEDS_FA4
+from tests.gpu.over_gpus import GPUS, NEEDS_FA4
 
 pytestmark = pytest.mark.gpu
-GPUS = torch.cuda.device_count()
 LONG = 200_000_000  # cycles that a stream sleeps: 0.1 s, where a copy takes less than a millisecond
 TRIED = [*POLICIES, "block-keep-attention+first-2", "block-keep-attention+offload+first-2", "block+first-3"]
 SMALL = tiny.config(
