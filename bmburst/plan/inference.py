@@ -118,7 +118,8 @@ class ShortPromptLimits:
         memory = InferenceMemory(config=config, split=split, itemsize=itemsize, chunk_tokens=_MOST_SHORT)
         scaling = config.rope_scaling
         is_dynamic = scaling is not None and scaling.kind == "dynamic"  # it depends on the length of the prompt
-        most = 0 if is_dynamic else min(_MOST_SHORT, int(_SHORT_FLOPS / (2 * block_matrices(config))))
+        is_graph = itemsize == ITEMSIZE["bfloat16"] and not is_dynamic  # FlashAttention-4 has no fp32
+        most = min(_MOST_SHORT, int(_SHORT_FLOPS / (2 * block_matrices(config)))) if is_graph else 0
         found = cls(memory, most // SHORT_STEP * SHORT_STEP)
         while found.most and memory.cache(1, found.most) + found.temporary > _GRAPHS * device:
             found = cls(memory, found.most - SHORT_STEP)

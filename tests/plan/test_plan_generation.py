@@ -52,13 +52,14 @@ def test_short_prompts_do_not_wait_for_the_host(tokens, first, gpus):
 
 
 def test_short_prompts_end_where_the_gpu_takes_longer_than_its_host_or_keeps_too_much():
-    def most(preset, gib):
-        return ShortPromptLimits.of(PRESETS[preset], 2, gib * GIB).most
+    def most(preset, gib, itemsize=2):
+        return ShortPromptLimits.of(PRESETS[preset], itemsize, gib * GIB).most
 
     assert most("llama-3-8b", 141) == 2048
     assert 0 < most("llama-3-70b", 141) < 1024
     assert 0 < most("llama-3-8b", 24) < 1024
     assert most("llama-3-8b", 1) == 0
+    assert most("llama-3-8b", 141, itemsize=4) == 0
 
 
 # 2 S^2 H D L / 640e12 + 2 N S / 720e12 + bytes / 3.8e12, over P; 2 (N + head) + 4 L K D S bytes / (P 4.8e12).
