@@ -309,29 +309,29 @@ def _node_name() -> str:
         return platform.node()
 
 
-AddUp = Callable[[Tensor], Tensor]
-"""Returns the sum of a tensor over the ranks of a group, in its shape and dtype."""
+AddUp = Callable[[Tensor], Tensor | None]
+"""Returns the sum of a small tensor over the ranks of a group, in its shape and dtype; None if it does not take it."""
 
 
 def small_sums(comm: CheckedCommunicator, numbers: int, dtype: torch.dtype) -> AddUp:
     """Return a function that sums a tensor over the ranks of a group, with equal bits on all of them.
 
-    It can be captured in a CUDA graph. On GPUs the first call for a group, size and dtype is collective.
+    It can be captured in a CUDA graph. It takes no tensor if ranks cannot access each other's memory. On GPUs the first
+    call for a group, size and dtype is collective.
 
     Args:
         comm: The group.
-        numbers: Maximum number of elements; larger tensors use the group's all-reduce.
-        dtype: Dtype of the tensors; other dtypes use the group's all-reduce.
+        numbers: Most elements of a tensor.
+        dtype: Dtype of the tensors.
     """
     if comm.size == 1:
         return lambda tensor: tensor
     one_shot = _one_shots(comm.base, numbers, dtype)
 
-    def add_up(tensor: Tensor) -> Tensor:
-        if one_shot is not None and tensor.numel() <= numbers and tensor.dtype == dtype:
-            return one_shot(tensor)
-        (total,) = comm.all_reduce(tensor).wait()
-        return total
+    def add_up(tensor: Tensor) -> Tensor | None:
+        if one_shot is None or tensor.numel() > numbers or tensor.dtype != dtype:
+            return None
+        return one_shot(tensor)
 
     return add_up
 

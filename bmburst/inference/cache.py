@@ -10,11 +10,11 @@ and merge them by their log-sum-exp. Output projection, MLP and head are split o
 read by one rank, and their results are summed (Megatron-LM, arXiv:1909.08053) or, for the head, gathered. Sums over
 ranks are bitwise equal on all ranks, so that all ranks choose the same tokens.
 
-A step reads lengths on the device and never waits for the host, so that it can be captured in a CUDA graph.
+A step reads lengths on the device and never waits for the host, so that it can be captured in CUDA graphs.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,8 +28,9 @@ from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.rope import angle_tables, rotary_frequencies
 from bmburst.checkpoint.derived import EMBEDDING, HEAD
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.collectives import ProcessGroupCommunicator
+from bmburst.comm.transports import AddUp
 from bmburst.errors import UserError
+from bmburst.inference.replay import Phases, gathered, result_of, summed
 from bmburst.inference.weights import NORM, LayerWeights, ModelWeights
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.mask import Mask
@@ -242,12 +243,10 @@ class Decoder:
         weights: The model.
         comm: The ranks that share the cache.
         cache: The cache; each sequence has at least one token.
-        add_up: All-reduce with bitwise equal results on all ranks; see `bmburst.comm.transports.small_sums`.
+        add_up: Sums small tensors over the ranks; see `bmburst.comm.transports.small_sums`.
     """
 
-    def __init__(
-        self, weights: ModelWeights, comm: CheckedCommunicator, cache: KVCache, add_up: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, weights: ModelWeights, comm: CheckedCommunicator, cache: KVCache, add_up: AddUp) -> None:
         self._weights, self._comm, self._cache, self._split = weights, comm, cache, cache.split
         self._config = weights.config
         self._slices = {i: self._slice_of(i) for i in range(self._config.num_layers)} if weights.is_resident else {}
@@ -255,19 +254,14 @@ class Decoder:
         self._is_dynamic = scaling is not None and scaling.kind == "dynamic"
         self._frequencies = torch.empty(cache.sequences, self._config.head_dim // 2, device=weights.device)
         self.may_capture = True
-        """Whether steps may be captured in a CUDA graph."""
+        """Whether steps may be captured in CUDA graphs."""
         self._set_frequencies()
-        self._added_up = add_up
+        self._add_up = add_up
 
     @property
     def is_capturable(self) -> bool:
-        """Whether `compute` can be captured in a CUDA graph: no part of it may depend on the host.
-
-        With BMTrain's communicators it is not captured, because their collectives are untested in graphs.
-        """
-        moves_in_graphs = self._comm.size == 1 or isinstance(self._comm.base.inner, ProcessGroupCommunicator)
-        is_resident = self._weights.is_resident and self._weights.device.type == "cuda"
-        return self.may_capture and moves_in_graphs and is_resident
+        """Whether `compute` can be captured in CUDA graphs: no part of it may depend on the host."""
+        return self.may_capture and self._weights.is_resident and self._weights.device.type == "cuda"
 
     def step(self, tokens: Tensor, whole: int | None = None) -> Tensor:
         """Append a token to each sequence and return the logits of the next token, on every rank.
@@ -280,7 +274,7 @@ class Decoder:
             `[sequences, vocab_size]`, fp32 or wider.
         """
         self.before_step(whole)
-        logits = self.compute(tokens)
+        logits = result_of(self.compute(tokens))
         self.after_step()
         return logits
 
@@ -299,7 +293,7 @@ class Decoder:
         """Host part after a step: add the appended tokens to the host's lengths."""
         self._cache.lengths = [length + 1 for length in self._cache.lengths]
 
-    def compute(self, tokens: Tensor) -> Tensor:
+    def compute(self, tokens: Tensor) -> Phases:
         """Device part of a step; see `step`."""
         config, cache, split, weights = self._config, self._cache, self._split, self._weights
         positions = cache.device_lengths
@@ -312,16 +306,17 @@ class Decoder:
         for index in range(config.num_layers):
             layer = self._slices.get(index) or self._slice_of(index)
             stream, normed = stream_norm(stream, added, layer.whole.input_norm, eps, factor=factor)
-            attended = self._attention(index, layer, normed, cos, sin, place)
+            attended = yield from self._attention(index, layer, normed, cos, sin, place)
             stream, normed = stream_norm(stream, attended, layer.whole.mlp_norm, eps, factor=factor)
             inner = gated(normed, layer.whole.gate_up, *layer.gate_up)
-            added = self._added_up(project(inner, layer.down))
+            added = yield from self._added_up(project(inner, layer.down))
         stream = torch.add(stream, added, alpha=factor) if added is not None else stream
         positions += 1
-        return self.logits(stream)
+        logits = yield from self.logits(stream)
+        return logits
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `[sequences, vocab_size]`, fp32 or wider, of hidden states before the last norm."""
+    def logits(self, hidden: Tensor) -> Phases:
+        """Compute logits `[sequences, vocab_size]`, fp32 or wider, of hidden states before the last norm."""
         config, split = self._config, self._split
         scale = self._weights.table(NORM)
         if config.logit_scale != 1:
@@ -331,12 +326,12 @@ class Decoder:
             return project(normed, head).to(accumulation_dtype(normed.dtype))
         most = -(-config.vocab_size // split.ranks)  # equal sizes for the all-gather
         mine = project(normed, head[split.rank * most : (split.rank + 1) * most])
-        (parts,) = self._comm.all_gather(pad(mine, (0, most - mine.shape[1]))).wait()
+        parts = yield from gathered(self._comm, pad(mine, (0, most - mine.shape[1])))
         return parts.transpose(0, 1).flatten(1)[:, : config.vocab_size].to(accumulation_dtype(normed.dtype))
 
     def _attention(
         self, index: int, layer: LayerSlice, normed: Tensor, cos: Tensor, sin: Tensor, place: "_Place"
-    ) -> Tensor:
+    ) -> Phases:
         config, split = self._config, self._split
         q, k, v = layer.heads(normed, config)
         keys, values = self._cache.layer(index)
@@ -351,13 +346,22 @@ class Decoder:
             out_dtype=None if split.token_groups == 1 else accumulation_dtype(q.dtype),
         )
         if split.token_groups > 1:
-            out = self._merged(out, lse).to(q.dtype)
-        return self._added_up(project(out.flatten(1)[:, layer.features], layer.out))
+            merged = yield from self._merged(out, lse)
+            out = merged.to(q.dtype)
+        added = yield from self._added_up(project(out.flatten(1)[:, layer.features], layer.out))
+        return added
 
-    def _merged(self, out: Tensor, lse: Tensor) -> Tensor:
+    def _added_up(self, tensor: Tensor) -> Phases:
+        """Sum a tensor over the ranks, with equal bits on all of them."""
+        total = self._add_up(tensor)
+        if total is None:
+            total = yield from summed(self._comm, tensor)
+        return total
+
+    def _merged(self, out: Tensor, lse: Tensor) -> Phases:
         """Merge the partial results of the ranks of this head group, in the same order on each of them."""
         split = self._split
-        (parts,) = self._comm.all_gather(torch.cat((out, lse[..., None]), -1)).wait()
+        parts = yield from gathered(self._comm, torch.cat((out, lse[..., None]), -1))
         mine = parts[split.head_group :: split.head_groups]
         merged, _ = merge_decode(mine[..., :-1], mine[..., -1])
         return merged

@@ -7,25 +7,21 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from bmburst.attention.call import AttentionCall, StrategyRequest, head_shapes
 from bmburst.attention.heads import executor_of, spread_forward
 from bmburst.attention.local import local_forward
 from bmburst.blocks.rope import rotary_tables
-from bmburst.checkpoint.derived import EMBEDDING
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.inference.cache import KVCache, merge_earlier, striped_tiles
-from bmburst.inference.weights import LayerWeights, ModelWeights
-from bmburst.plan.inference import MLP_TOKENS
+from bmburst.inference.layers import hidden_states
+from bmburst.inference.replay import Phases, once, result_of
+from bmburst.inference.weights import ModelWeights
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import Contiguous, Layout, Striped, StripedGroups, real_positions
 from bmburst.schedule.mask import Mask, causal_mask
 from bmburst.schedule.tiles import Span, Tile
 from bmburst_ops.flash import Partial, select_kernel
-from bmburst_ops.rms_norm import rms_norm, stream_norm
-from bmburst_ops.rotary import rotate
-from bmburst_ops.swiglu import swiglu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,22 +168,11 @@ class ChunkStep:
 
     def compute(self, local: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the hidden states of `inputs` after the last block, `[1, tokens, hidden_size]`."""
-        config, weights = self._config, self._weights
-        stream = torch.nn.functional.embedding(local, weights.table(EMBEDDING))
-        if config.embedding_scale != 1:
-            stream = stream * config.embedding_scale
-        added: Tensor | None = None
-        factor = config.residual_scale
-        for index in range(config.num_layers):
-            layer = weights.layer(index)
-            stream, normed = stream_norm(stream, added, layer.input_norm, config.norm_eps, factor=factor)
-            attended = self._attention(index, layer, normed, cos, sin)
-            stream, normed = stream_norm(stream, attended, layer.mlp_norm, config.norm_eps, factor=factor)
-            del attended
-            added = _mlp(layer, normed)
-            del normed
-        assert added is not None
-        return torch.add(stream, added, alpha=factor)
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Phases:
+            return once(partial(self._attention, index, q, k, v))
+
+        return result_of(hidden_states(self._weights, local, cos, sin, attend))
 
     def _angles(self, positions: Tensor, mine: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return the rotary tables; with dynamic scaling they depend on the length of each sequence."""
@@ -204,21 +189,10 @@ class ChunkStep:
         cosines, sines = zip(*parts, strict=True)
         return torch.cat(cosines, 1), torch.cat(sines, 1)
 
-    def _attention(self, index: int, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        config = self._config
-        counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
-        joined = linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, config.head_dim))
-        q, k, v = joined.split(counts, 2)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        else:
-            turned = joined[:, :, : q.shape[2] + k.shape[2]]
-            rotate(turned, cos, sin, out=turned)
+    def _attention(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._call is None:
             self._call = self._decide(q, k, v)
-        mixed = spread_forward(self._call, q, k, v, partial(self._attend, index)).out
-        return linear(mixed.flatten(-2), layer.out)
+        return spread_forward(self._call, q, k, v, partial(self._attend, index)).out
 
     def _decide(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         split, mask = self._split, self._mask
@@ -288,13 +262,3 @@ class ChunkStep:
             span, mask = Span(piece.start, piece.start + piece.padded), causal_mask(self._config.sliding_window)
             self._chunk.tiles[key] = striped_tiles(self._split, span, length, source, mask)
         return self._chunk.tiles[key]
-
-
-def _mlp(layer: LayerWeights, normed: Tensor) -> Tensor:
-    """Return the MLP's result for `[1, tokens, hidden_size]`, computed for `MLP_TOKENS` tokens at a time."""
-    out = torch.empty_like(normed)
-    for states, result in zip(normed[0].split(MLP_TOKENS), out[0].split(MLP_TOKENS), strict=True):
-        inner = swiglu(*linear(states, layer.gate_up).chunk(2, -1))
-        torch.mm(inner, layer.down.t(), out=result)
-        del inner  # frees the activations of this chunk before the next one
-    return out

@@ -1,4 +1,4 @@
-"""Runs a model on the sequences of one KV cache: prefill, then decoding, on GPUs with one CUDA graph per token.
+"""Runs a model on the sequences of one KV cache: prefill, then decoding, on GPUs by CUDA graphs.
 
 `GenerationBatch` is a batch of sequences, `Session` one text that grows in turns.
 """
@@ -9,6 +9,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from bmburst.amounts import require_function
 from bmburst.comm.checks import CheckedCommunicator, contents
-from bmburst.comm.transports import small_sums
+from bmburst.comm.transports import AddUp, small_sums
 from bmburst.data.tokenizer import TokenIds
 from bmburst.errors import UserError, not_a_number
 from bmburst.inference.cache import Decoder, KVCache
 from bmburst.inference.prefill import Prefill
 from bmburst.inference.prompts import PromptEncoder
-from bmburst.inference.replay import Replay
+from bmburst.inference.replay import Replay, result_of
 from bmburst.inference.sampling import GenerationOptions, Sampled, Sampler, SamplerRow, given_options
 from bmburst.inference.weights import ModelWeights
 from bmburst.plan.inference import chunk_of, require_tokens
@@ -42,7 +43,7 @@ class Engine:
         comm: The ranks that share each sequence.
         split: How the cache is sharded over them.
         chunk_tokens: Tokens that prefill computes at once, over all ranks.
-        add_up: All-reduce for small tensors.
+        add_up: See `Decoder`.
         prefill: A `Prefill`, or what is called like one.
     """
 
@@ -50,7 +51,7 @@ class Engine:
     comm: CheckedCommunicator
     split: CacheSplit
     chunk_tokens: int
-    add_up: Callable[[Tensor], Tensor]
+    add_up: AddUp
     prefill: Callable[..., Tensor]
 
     @classmethod
@@ -124,7 +125,7 @@ class GenerationBatch:
             return
         chunk = self.engine.chunk_tokens
         hidden = self.engine.prefill(self.cache, dict(enumerate(prompts)), chunk, on_tokens)
-        self.logits = self._decoder.logits(hidden)
+        self.logits = result_of(self._decoder.logits(hidden))
 
     def _aligned(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Decode the first tokens until the length is a multiple of the token groups, where a prefill can start."""
@@ -214,26 +215,26 @@ def _to_host(chosen: Sampled) -> Callable[[], Sampled]:
 
 
 class _Steps:
-    """Decoding steps. On GPUs they are one CUDA graph, which lasts as long as the cache: further turns replay it."""
+    """Decoding steps. On GPUs they are CUDA graphs, which last as long as the cache: further turns replay them."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._tokens: Tensor | None = None
-        self._replay = Replay(self._compute)
+        self._replay: Replay | None = None
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Append tokens and return the next logits, in a tensor that the next call may overwrite."""
         if not self._decoder.is_capturable:
             return self._decoder.step(tokens)
         self._decoder.before_step()
-        self._tokens = tokens.clone() if self._tokens is None else self._tokens.copy_(tokens)
+        if self._tokens is None or self._replay is None:
+            self._tokens = tokens.clone()
+            self._replay = Replay(partial(self._decoder.compute, self._tokens))
+        else:
+            self._tokens.copy_(tokens)
         logits = self._replay()
         self._decoder.after_step()
         return logits
-
-    def _compute(self) -> Tensor:
-        assert self._tokens is not None
-        return self._decoder.compute(self._tokens)
 
 
 class Session:

@@ -23,6 +23,7 @@ from bmburst.plan.counts import (
 )
 from bmburst.plan.ways import with_attention_choice
 from bmburst.schedule.cache_split import CacheSplit
+from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 
 MLP_TOKENS = 16384
@@ -100,35 +101,49 @@ class InferenceMemory:
 
 @dataclass(frozen=True, slots=True)
 class ShortPromptLimits:
-    """Prompts that run as CUDA graphs. Each GPU computes a whole one, since the exchange of heads would take longer.
+    """Prompts that run as CUDA graphs. The ranks of a node divide those of more than `SHORT_STEP` tokens.
 
     Attributes:
-        memory: The memory of a GPU that computes a prompt alone.
-        most: Most tokens of a prompt, a multiple of `SHORT_STEP`: the GPU takes about as long as its host, or graphs
-            keep as much memory as they may. 0: no prompt runs as a graph.
+        memory: The memory of a GPU with the keys and values of all heads.
+        ranks: Ranks that divide a prompt.
+        most: Most tokens of a prompt, a multiple of `SHORT_STEP * ranks`: a GPU takes about as long as its host, or
+            graphs keep as much memory as they may. 0: no prompt runs as a graph.
     """
 
     memory: InferenceMemory
+    ranks: int
     most: int
 
     @classmethod
-    def of(cls, config: LlamaConfig, itemsize: int, device: float) -> "ShortPromptLimits":
-        """Return the short prompts of a model with weights of `itemsize` bytes on GPUs with `device` bytes."""
+    def of(cls, config: LlamaConfig, itemsize: int, device: float, ranks: int = 1) -> "ShortPromptLimits":
+        """Return the short prompts of a model.
+
+        Args:
+            config: The model.
+            itemsize: Bytes per element of its weights.
+            device: Bytes of a GPU.
+            ranks: See the attributes.
+        """
         split = CacheSplit.choose("auto", 1, 0, config.num_heads, config.num_kv_heads)
         memory = InferenceMemory(config=config, split=split, itemsize=itemsize, chunk_tokens=_MOST_SHORT)
         scaling = config.rope_scaling
         is_dynamic = scaling is not None and scaling.kind == "dynamic"  # it depends on the length of the prompt
         is_graph = itemsize == ITEMSIZE["bfloat16"] and not is_dynamic  # FlashAttention-4 has no fp32
         most = min(_MOST_SHORT, int(_SHORT_FLOPS / (2 * block_matrices(config)))) if is_graph else 0
-        found = cls(memory, most // SHORT_STEP * SHORT_STEP)
+        step = SHORT_STEP * ranks
+        found = cls(memory, ranks, most // SHORT_STEP * step)
         while found.most and memory.cache(1, found.most) + found.temporary > _GRAPHS * device:
-            found = cls(memory, found.most - SHORT_STEP)
+            found = cls(memory, ranks, found.most - step)
         return found
 
     @property
     def temporary(self) -> int:
         """Bytes of temporary memory that the graphs share."""
-        return int(_SPARE * self.memory.prefill(self.most))
+        return int(_SPARE * self.memory.prefill(self.most // self.ranks))
+
+    def ranks_of(self, tokens: int) -> int:
+        """Return the number of ranks that divide a prompt."""
+        return self.ranks if tokens > SHORT_STEP else 1
 
 
 def chunk_of(chunk_tokens: int | None, ranks: int, name: str = "chunk_tokens") -> int:
@@ -390,24 +405,27 @@ def _first_token(task: GenerationTask, split: CacheSplit, hardware: Hardware) ->
     """Return the seconds of prefill and of one head. A short prompt does not wait for the host."""
     work = task.work
     head = work.itemsize * table(task.model) / split.ranks / (_READ * read_bandwidth(hardware))
-    short = ShortPromptLimits.of(task.model, work.itemsize, hardware.memory)
+    short = ShortPromptLimits.of(task.model, work.itemsize, hardware.memory, split.ranks)
     if task.batch == 1 and task.prompt <= short.most:
-        return _prefill(task, short.memory.split, hardware)[0] + head
+        return _short_prefill(task, short, hardware) + head
     return max(_prefill(task, split, hardware)) + head
+
+
+def _short_prefill(task: GenerationTask, short: ShortPromptLimits, hardware: Hardware) -> float:
+    """Return the seconds of a short prompt: those of one GPU, divided, and an all-gather in each layer."""
+    model, work, ranks = task.model, task.work, short.ranks_of(task.prompt)
+    attention = model.num_layers * _attention_cost(task, short.memory.split, hardware).forward.total
+    products = hardware.matmul_seconds(work.products(task.prompt) / ranks, -(-task.prompt // ranks))
+    elementwise = hardware.memory_seconds(work.elementwise(task.prompt))
+    moved = 2.0 * model.num_kv_heads * model.head_dim * task.prompt * work.itemsize * (1 - 1 / ranks)
+    gathers = hardware.collective_host + moved / hardware.collective_bandwidth if ranks > 1 else 0.0
+    return (attention + elementwise) / ranks + products + model.num_layers * gathers
 
 
 def _prefill(task: GenerationTask, split: CacheSplit, hardware: Hardware) -> tuple[float, float]:
     """Return the seconds of a GPU, for attention, products and elementwise operations, and those of its host."""
     model, work, gpus = task.model, task.work, split.ranks
-    alone = Candidate(
-        task=Task(model=model, sequence=max(task.prompt, gpus), gpus=gpus, dtype=task.dtype)  # type: ignore[arg-type]
-    )
-    name, degree = "auto", None
-    if gpus > 1:
-        name = "heads" if split.token_groups == 1 else "ring" if split.head_groups == 1 else "heads+ring"
-        degree = split.head_groups if name == "heads+ring" else None
-    chosen = with_attention_choice(alone, name, degree, hardware)
-    cost = chosen.attention_cost(hardware)
+    cost = _attention_cost(task, split, hardware)
     attention = model.num_layers * task.batch * cost.forward.total
     rows = min(TOKENS_OF_RANK, -(-task.batch * task.prompt // gpus))
     products = hardware.matmul_seconds(work.products(task.prompt) / gpus, rows)
@@ -415,6 +433,19 @@ def _prefill(task: GenerationTask, split: CacheSplit, hardware: Hardware) -> tup
     chunks = -(-task.batch * task.prompt // (TOKENS_OF_RANK * gpus))
     host = chunks * model.num_layers * (hardware.layer_host * _FORWARD + cost.launch)
     return attention + products + elementwise, host
+
+
+def _attention_cost(task: GenerationTask, split: CacheSplit, hardware: Hardware) -> AttentionCost:
+    """Return the cost of attention of a prompt in one layer, over the ranks of a split."""
+    gpus = split.ranks
+    alone = Candidate(
+        task=Task(model=task.model, sequence=max(task.prompt, gpus), gpus=gpus, dtype=task.dtype)  # type: ignore[arg-type]
+    )
+    name, degree = "auto", None
+    if gpus > 1:
+        name = "heads" if split.token_groups == 1 else "ring" if split.head_groups == 1 else "heads+ring"
+        degree = split.head_groups if name == "heads+ring" else None
+    return with_attention_choice(alone, name, degree, hardware).attention_cost(hardware)
 
 
 def _token(task: GenerationTask, split: CacheSplit, length: int, hardware: Hardware) -> float:

@@ -1,6 +1,6 @@
 """Inference over 1 to 4 ranks, with every split of the cache: transformers' own tokens and logits."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import single_rank_group
+from bmburst.inference.replay import Phases, result_of
 from bmburst.inference.session import GenerationBatch
 from bmburst.inference.short_prompts import ShortPrompts
 from bmburst.plan.inference import SHORT_STEP as STEP
@@ -44,11 +44,15 @@ def test_greedy_tokens_of_an_uneven_batch_are_transformers_own(family: str, rank
         assert found == expected
 
 
-SHORT = (STEP + 2, 5, STEP, 1)  # 5 and 1 after longer ones, whose tokens must not be seen
+SHORT = (STEP + 2, 5, 2 * STEP + 1, STEP, 1)  # shorter ones after longer ones, whose tokens must not be seen
+
+
+def repeated(work: Callable[[], Phases]) -> Callable[[], torch.Tensor]:
+    return lambda: result_of(work())
 
 
 def short_answers(comm: CheckedCommunicator, family: str, cache: str) -> list[list[int]]:
-    short = ShortPrompts(weights(family), single_rank_group(comm), "auto", 2 * STEP, lambda work: work)
+    short = ShortPrompts(weights(family), comm, "auto", 4 * STEP * comm.size, repeated)
     made = replace(engine(family, comm, cache), prefill=lambda cache, turns, *_: short(cache, 0, np.array(turns[0])))
     found = []
     for length in SHORT:
@@ -61,9 +65,12 @@ def short_answers(comm: CheckedCommunicator, family: str, cache: str) -> list[li
 
 @pytest.mark.parametrize(
     ("ranks", "family", "cache"),
-    [(1, "mistral", "auto"), (1, "qwen3", "auto"), (2, "llama", "heads"), (3, "llama", "tokens"), (4, "llama", "auto")],
+    [
+        *((1, "mistral", "auto"), (1, "qwen3", "auto"), (2, "llama", "heads"), (3, "llama", "tokens")),
+        *((2, "qwen3", "auto"), (3, "mistral", "auto"), (4, "llama", "auto")),
+    ],
 )
-def test_short_prompts_are_padded_and_copied_to_their_cache(ranks: int, family: str, cache: str) -> None:
+def test_short_prompts_are_padded_divided_and_copied_to_their_cache(ranks: int, family: str, cache: str) -> None:
     expected = [greedy(family, prompt(length), STEPS) for length in SHORT]
     for found in run_ranks(ranks, short_answers, family, cache):
         assert found == expected
