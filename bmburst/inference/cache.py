@@ -98,18 +98,32 @@ class KVCache:
         keys, values = self._memory[layer, :, sequence, tokens.slice, kv_heads.slice].unsqueeze(1)
         return keys, values
 
-    def copy_from(self, whole: "KVCache", sequence: int, tokens: int) -> None:
-        """Copy this rank's part of the first tokens of a sequence to the start of one of this cache.
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write this rank's part of the first tokens of the first sequence.
 
         Args:
-            whole: A cache of all heads and tokens of one sequence.
+            layer: Index of the layer.
+            keys: `[1, tokens, KV heads, head_dim]`, those of all ranks.
+            values: As keys.
+        """
+        split = self.split
+        tokens = slice(split.token_group, None, split.token_groups)
+        heads = slice(split.head_group * split.own_kv_heads, (split.head_group + 1) * split.own_kv_heads)
+        rows = Span(0, split.tokens(keys.shape[1]))
+        targets = self.rows(layer, 0, rows, Span(0, split.own_kv_heads))
+        for target, source in zip(targets, (keys, values), strict=True):
+            target.copy_(source[:, tokens, heads])
+
+    def copy_from(self, other: "KVCache", sequence: int, tokens: int) -> None:
+        """Copy the first tokens of the first sequence of another cache to the start of a sequence of this one.
+
+        Args:
+            other: A cache with the same split.
             sequence: The sequence of this cache.
             tokens: Number of tokens, over all ranks.
         """
-        split = self.split
-        heads = slice(split.head_group * split.own_kv_heads, (split.head_group + 1) * split.own_kv_heads)
-        found = whole._memory[:, :, 0, split.token_group : tokens : split.token_groups, heads]
-        self._memory[:, :, sequence, : split.tokens(tokens)].copy_(found)
+        rows = self.split.tokens(tokens)
+        self._memory[:, :, sequence, :rows].copy_(other._memory[:, :, 0, :rows])
 
     def advance(self, sequence: int, tokens: int) -> None:
         """Add the tokens that prefill has written to a sequence's length."""

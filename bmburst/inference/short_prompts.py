@@ -6,7 +6,7 @@ Ranks on several nodes compute a whole prompt each, and so do all ranks if a pro
 """
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.layout import Zigzag, real_positions
 from bmburst.schedule.mask import causal_mask
 from bmburst.schedule.parallelism import Strategy
-from bmburst.schedule.tiles import Span, make_tiles
+from bmburst.schedule.tiles import make_tiles
 from bmburst_ops.flash import Kernel, select_kernel
 
 
@@ -36,8 +36,8 @@ class ShortPrompts:
     """Prefill of one new sequence, for lengths at which a GPU would wait for its host.
 
     Prompts are padded; causal attention does not see what follows a token. For each padded length, graphs fill a cache
-    of their own with all heads and tokens. This rank's part of it is copied to the cache of the sequence. So the hidden
-    states of a prompt have the same bits at each call, whether it is called, captured or replayed.
+    of their own, which is copied to that of the sequence. So the hidden states of a prompt have the same bits at each
+    call, whether it is called, captured or replayed.
 
     Args:
         weights: The model, on one device. Its rotary embedding does not depend on the length of the prompt.
@@ -57,6 +57,7 @@ class ShortPrompts:
     ) -> None:
         self._weights, self._comm, self._kernel = weights, comm, kernel
         self.most, self._repeat = most, repeat
+        self._cache: KVCache | None = None
         self._prompts: dict[int, tuple[_PaddedPrompt, Callable[[], Tensor]]] = {}
 
     @classmethod
@@ -82,21 +83,23 @@ class ShortPrompts:
         padded = -(-len(ids) // step) * step
         if padded not in self._prompts:
             comm = self._comm if is_divided else single_rank_group(self._comm)
-            made = _PaddedPrompt(self._weights, comm, _kernel_of(self._weights, self._kernel), self._own_cache, padded)
+            own = self._own_cache(cache.split)
+            made = _PaddedPrompt(self._weights, comm, _kernel_of(self._weights, self._kernel), own, padded)
             self._prompts[padded] = made, self._repeat(made.work)
         prompt, run = self._prompts[padded]
         prompt.set(ids)
         hidden = prompt.last(run())
-        cache.copy_from(self._own_cache, sequence, len(ids))
+        cache.copy_from(self._own_cache(cache.split), sequence, len(ids))
         cache.advance(sequence, len(ids))
         return hidden
 
-    @cached_property
-    def _own_cache(self) -> KVCache:
+    def _own_cache(self, split: CacheSplit) -> KVCache:
         weights = self._weights
-        with torch.inference_mode(False):  # the caller may be in inference mode, later ones may not be
-            split = CacheSplit.choose("auto", 1, 0, weights.config.num_heads, weights.config.num_kv_heads)
-            return KVCache(weights.config, split, 1, self.most, weights.dtype, weights.device)
+        if self._cache is None:
+            with torch.inference_mode(False):  # the caller may be in inference mode, later ones may not be
+                self._cache = KVCache(weights.config, split, 1, self.most, weights.dtype, weights.device)
+        assert self._cache.split == split, "all caches of an engine have its split"
+        return self._cache
 
 
 class _PaddedPrompt:
@@ -158,15 +161,12 @@ class _PaddedPrompt:
         return total
 
     def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Phases:
-        heads = k.shape[2]
         if self._comm.size > 1:
             torch.cat((k, v), 2, out=self._own)
             yield self._exchange
-            k, v = self._whole.split(heads, 2)
-        keys, values = self._cache.rows(index, 0, Span(0, self._padded), Span(0, heads))
-        keys.copy_(k)
-        values.copy_(v)
-        return local_forward(self._call, q, keys, values, tiles=self._tiles).out
+            k, v = self._whole.chunk(2, 2)
+        self._cache.write(index, k, v)
+        return local_forward(self._call, q, k, v, tiles=self._tiles).out
 
     def _exchange(self) -> None:
         """Write the keys and values of all tokens to `_whole`, in their order."""

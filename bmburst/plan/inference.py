@@ -104,8 +104,8 @@ class ShortPromptLimits:
     """Prompts that run as CUDA graphs. The ranks of a node divide those of more than `SHORT_STEP` tokens.
 
     Attributes:
-        memory: The memory of a GPU with the keys and values of all heads.
-        ranks: Ranks that divide a prompt.
+        memory: The memory of a GPU that computes a prompt alone.
+        ranks: Ranks that divide a prompt and its cache.
         most: Most tokens of a prompt, a multiple of `SHORT_STEP * ranks`: a GPU takes about as long as its host, or
             graphs keep as much memory as they may. 0: no prompt runs as a graph.
     """
@@ -132,7 +132,7 @@ class ShortPromptLimits:
         most = min(_MOST_SHORT, int(_SHORT_FLOPS / (2 * block_matrices(config)))) if is_graph else 0
         step = SHORT_STEP * ranks
         found = cls(memory, ranks, most // SHORT_STEP * step)
-        while found.most and memory.cache(1, found.most) + found.temporary > _GRAPHS * device:
+        while found.most and memory.cache(1, found.most) / ranks + found.temporary > _GRAPHS * device:
             found = cls(memory, ranks, found.most - step)
         return found
 
