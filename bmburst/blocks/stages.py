@@ -47,8 +47,12 @@ class Stage:
         return cls(0, 1, range(layers))
 
     @classmethod
-    def of_bmtrain(cls, layers: int) -> "Stage":
+    def of_bmtrain(cls, layers: int, head: float = 0.0) -> "Stage":
         """Return this rank's stage of a model, in the stages of the running BMTrain.
+
+        Args:
+            layers: Layers of the model.
+            head: See `bmburst.schedule.pipeline.stage_layers`.
 
         Raises:
             UserError: There are more stages than layers.
@@ -56,7 +60,7 @@ class Stage:
         count = bmt.config["pipe_size"]
         require_stages(count, layers)
         number = bmt.config["topology"].stage_id
-        return cls(number, count, stage_layers(layers, count, number))
+        return cls(number, count, stage_layers(layers, count, number, head))
 
     @property
     def is_first(self) -> bool:

@@ -6,7 +6,7 @@ Embedding and head are counted as one table each on every stage.
 from dataclasses import replace
 
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import held_block, table
+from bmburst.plan.counts import head_layers, held_block, table
 from bmburst.plan.moments import Lines, StepMoments
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware
@@ -16,7 +16,8 @@ from bmburst.schedule.pipeline import PipelineSchedule, stage_layers
 def stage_of(candidate: Candidate, number: int) -> Candidate:
     """Return a stage of a pipeline as a way to train its layers without one."""
     task = candidate.task
-    layers = stage_layers(task.model.num_layers, candidate.pipe, number)
+    head = head_layers(task.model, task.sequence)
+    layers = stage_layers(task.model.num_layers, candidate.pipe, number, head)
     gpus = task.gpus // candidate.pipe
     nodes = max(1, gpus // task.gpus_per_node)
     model = replace(task.model, num_layers=len(layers), tie_embeddings=True)

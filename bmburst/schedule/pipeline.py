@@ -111,12 +111,32 @@ def _with(peer: int | None, sends: int | None = None, receives: int | None = Non
         yield Transfer(peer, sends, receives)
 
 
-def stage_layers(layers: int, stages: int, stage: int) -> range:
+def stage_layers(layers: int, stages: int, stage: int, head: float = 0.0) -> range:
     """Return the numbers of the layers of a stage.
 
-    If they cannot be divided evenly, the first stages have one more, as in BMTrain: the last stage also has the head.
+    The slowest stage is as fast as possible. Each stage has a layer at least. Among the other stages than the last, the
+    first ones have one more if the layers cannot be divided evenly.
+
+    Args:
+        layers: Layers of the model, at least as many as stages.
+        stages: Number of stages.
+        stage: Number of the stage.
+        head: Time of the head, which the last stage has too, divided by that of a layer.
     """
-    each, rest = divmod(layers, stages)
+    others = stages - 1
+    if not others:
+        return range(layers)
+
+    def costs(last: int) -> tuple[float, float]:
+        """Return the time of the slowest stage, and by how much the fastest one is faster."""
+        each, rest = divmod(layers - last, others)
+        times = [each, each + (rest > 0), last + head]
+        return max(times), max(times) - min(times)
+
+    last = min(range(1, layers - others + 1), key=costs)
+    if stage == others:
+        return range(layers - last, layers)
+    each, rest = divmod(layers - last, others)
     first = stage * each + min(stage, rest)
     return range(first, first + each + (stage < rest))
 

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 
+from bmburst.blocks.presets import PRESETS
+from bmburst.plan.counts import head_layers
 from bmburst.schedule.pipeline import Compute, PipelineSchedule, Transfer, stage_layers
 from tests.refusals import refused
 
@@ -71,12 +73,29 @@ def test_schedule_is_printed_by_stage() -> None:
     ]
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(4, 2), (5, 2), (7, 3), (3, 3)])
-def test_stages_have_all_layers_once_and_the_first_ones_have_more(layers: int, stages: int) -> None:
-    parts = [stage_layers(layers, stages, stage) for stage in range(stages)]
+@pytest.mark.parametrize("head", [0.0, 0.4, 1.0, 2.24, 9.0])
+@pytest.mark.parametrize(("layers", "stages"), [(5, 1), (4, 2), (5, 2), (7, 3), (3, 3), (11, 4)])
+def test_slowest_stage_is_as_fast_as_any_division_allows(layers: int, stages: int, head: float) -> None:
+    parts = [stage_layers(layers, stages, stage, head) for stage in range(stages)]
     assert [layer for part in parts for layer in part] == list(range(layers))
-    assert sorted(map(len, parts), reverse=True) == [len(part) for part in parts]
-    assert len(parts[0]) - len(parts[-1]) <= 1
+    sizes = [len(part) for part in parts]
+    assert min(sizes) >= 1 and sizes[:-1] == sorted(sizes[:-1], reverse=True)
+    every = (sizes for sizes in itertools.product(range(1, layers + 1), repeat=stages) if sum(sizes) == layers)
+    assert max(*sizes[:-1], sizes[-1] + head, 0) == min(max(*each[:-1], each[-1] + head, 0) for each in every)
+
+
+def test_layers_without_a_head_are_divided_evenly_and_a_head_counts_as_its_layers() -> None:
+    def sizes(layers: int, stages: int, head: float) -> list[int]:
+        return [len(stage_layers(layers, stages, stage, head)) for stage in range(stages)]
+
+    assert (sizes(5, 2, 0.0), sizes(7, 3, 0.0)) == ([3, 2], [3, 2, 2])
+    model = PRESETS["llama-3-8b"]
+    heads = [head_layers(model, tokens) for tokens in (4096, 16384, 131072)]
+    assert [sizes(32, 2, head) for head in heads] == [[17, 15], [17, 15], [16, 16]]
+    assert [sizes(32, 4, head) for head in heads] == [[9, 9, 8, 6], [9, 8, 8, 7], [8, 8, 8, 8]]
+    # 2 FLOPs a weight and token; causal attention has 4 a feature and pair, and half of the pairs.
+    layer = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4 * 4096 * 4096 / 2
+    assert heads[0] == pytest.approx(2 * 128256 * 4096 / layer)
 
 
 def test_fewer_micro_batches_than_stages_are_refused() -> None:
