@@ -47,8 +47,12 @@ class Stage:
         return cls(0, 1, range(layers))
 
     @classmethod
-    def of_bmtrain(cls, layers: int) -> "Stage":
+    def of_bmtrain(cls, layers: int, head: float = 0.0) -> "Stage":
         """Return this rank's stage of a model, in the stages of the running BMTrain.
+
+        Args:
+            layers: Layers of the model.
+            head: See `bmburst.schedule.pipeline.stage_layers`.
 
         Raises:
             UserError: There are more stages than layers.
@@ -56,7 +60,7 @@ class Stage:
         count = bmt.config["pipe_size"]
         require_stages(count, layers)
         number = bmt.config["topology"].stage_id
-        return cls(number, count, stage_layers(layers, count, number))
+        return cls(number, count, stage_layers(layers, count, number, head))
 
     @property
     def is_first(self) -> bool:
@@ -104,6 +108,26 @@ class StageBlocks(bmt.TransformerBlockList):  # type: ignore[misc]  # BMTrain ha
         for block in self:
             hidden = block(hidden, batch)
         return hidden
+
+    @property
+    def leaves_weights(self) -> bool:
+        """Whether backward can leave gradients of weights for `finish_backward`."""
+        return any(block.later is not None for block in self)
+
+    @contextmanager
+    def leaving_weights(self) -> Iterator[None]:
+        """Leave gradients of weights in the backward pass inside the `with` block, where blocks can."""
+        with ExitStack() as stack:
+            for block in self:
+                if block.later is not None:
+                    stack.enter_context(block.later.collecting())
+            yield
+
+    def finish_backward(self) -> None:
+        """Compute what the oldest unfinished backward pass left."""
+        for block in reversed(list(self)):
+            if block.later is not None:
+                block.finish_backward()
 
 
 def exchange(peer: int, sent: Tensor | None, received: Tensor | None) -> None:

@@ -225,6 +225,15 @@ def attention_flops(model: LlamaConfig, sequence: int) -> float:
     return _forward(model, causal_pairs([sequence], model.sliding_window))
 
 
+def head_layers(model: LlamaConfig, sequence: int) -> float:
+    """Return the FLOPs of the head divided by those of a layer, of whole sequences: how stages of a pipeline differ.
+
+    All passes and recomputation policies count alike, so that the same run always has the same stages.
+    """
+    layer = 2.0 * block_matrices(model) * sequence + attention_flops(model, sequence)
+    return 2.0 * table(model) * sequence / layer
+
+
 def multiplied(model: LlamaConfig) -> int:
     """Return the number of parameters in matrix products: all but the embedding, which is a lookup."""
     return model.num_parameters - (table(model) if vocabulary_matrices(model) == 2 else 0)

@@ -8,6 +8,7 @@ from bmburst.blocks.dtypes import dtype_of
 from bmburst.blocks.kinds import apart
 from bmburst.comm.host_memory import HostMemory
 from bmburst.mesh import Mesh
+from bmburst.plan.counts import head_layers
 from bmburst.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory, groups: "Ze
 
     level = config.parallel.zero_level
     assert level != "auto", "the trainer chooses it before it makes a model"
+    head = head_layers(config.model, config.sequence_length)
     decayed = config.optimizer.weight_decay_on if config.optimizer.weight_decay else ()
     model = partial(
         Llama,
@@ -58,7 +60,7 @@ def model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory, groups: "Ze
         mlp_chunk=config.mlp_chunk_tokens,
         offload_weights=config.optimizer.offload_weights,
         host_memory=memory,
-        stage=Stage.of_bmtrain(config.model.num_layers),
+        stage=Stage.of_bmtrain(config.model.num_layers, head),
         kept_apart=apart(decayed, plus=config.lora.loraplus_lr_ratio != 1),
     )
     return groups.sharding()(model)
