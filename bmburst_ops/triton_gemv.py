@@ -105,17 +105,12 @@ def _products(
     x, weight, rows, weight_stride,
     FEATURES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of x with some rows of the weight, fp32.
-
-    The weight's first numbers are on their way while earlier kernels still compute x.
-    """
+    """Return the products of x with some rows of the weight, fp32."""
+    after_previous(DEPENDENT)
     columns = tl.arange(0, BLOCK)
     weight += rows.to(tl.int64)[:, None] * weight_stride + columns[None, :]
-    inside = columns < FEATURES
-    numbers = tl.load(weight, mask=inside[None, :], other=0.0).to(tl.float32)
-    after_previous(DEPENDENT)
-    acc = numbers * tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    for begin in tl.range(BLOCK, FEATURES, BLOCK):
+    acc = tl.zeros(weight.shape, tl.float32)
+    for begin in tl.range(0, FEATURES, BLOCK):
         inside = begin + columns < FEATURES
         numbers = tl.load(weight + begin, mask=inside[None, :], other=0.0).to(tl.float32)
         acc += numbers * tl.load(x + begin + columns, mask=inside, other=0.0).to(tl.float32)[None, :]

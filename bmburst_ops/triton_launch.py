@@ -4,8 +4,7 @@ Between kernels of a few microseconds each, this saves about one microsecond. Se
 Synchronization" in the CUDA Programming Guide. GPUs before Hopper do not have it.
 
 All kernels that are launched so call `after_previous` first, in every program. So a kernel that has waited comes after
-all earlier kernels of the stream, not only after the previous one. Before it they may only read what no kernel that is
-launched so has written: weights.
+all earlier kernels of the stream, not only after the previous one.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -33,7 +32,7 @@ def dependent_launch(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def after_previous(DEPENDENT: tl.constexpr):
-    """Let the next kernel start, and wait until the previous one has ended. Only weights are read before it."""
+    """Let the next kernel start, and wait until the previous one has ended. Nothing is read or written before it."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
