@@ -6,6 +6,7 @@ Ranks on several nodes compute a whole prompt each, and so do all ranks if a pro
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -57,7 +58,7 @@ class ShortPrompts:
     ) -> None:
         self._weights, self._comm, self._kernel = weights, comm, kernel
         self.most, self._repeat = most, repeat
-        self._cache: KVCache | None = None
+        self._memory: _Memory | None = None
         self._prompts: dict[int, tuple[_PaddedPrompt, Callable[[], Tensor]]] = {}
 
     @classmethod
@@ -81,25 +82,46 @@ class ShortPrompts:
         is_divided = len(ids) > SHORT_STEP
         step = SHORT_STEP * self._comm.size if is_divided else SHORT_STEP
         padded = -(-len(ids) // step) * step
+        if self._memory is None:
+            self._memory = _Memory.of(self._weights, cache.split, self.most, self._comm.size)
+        assert self._memory.cache.split == cache.split, "all caches of an engine have its split"
         if padded not in self._prompts:
             comm = self._comm if is_divided else single_rank_group(self._comm)
-            own = self._own_cache(cache.split)
-            made = _PaddedPrompt(self._weights, comm, _kernel_of(self._weights, self._kernel), own, padded)
+            kernel = _kernel_of(self._weights, self._kernel)
+            made = _PaddedPrompt(self._weights, comm, kernel, self._memory, padded)
             self._prompts[padded] = made, self._repeat(made.work)
         prompt, run = self._prompts[padded]
         prompt.set(ids)
         hidden = prompt.last(run())
-        cache.copy_from(self._own_cache(cache.split), sequence, len(ids))
+        cache.copy_from(self._memory.cache, sequence, len(ids))
         cache.advance(sequence, len(ids))
         return hidden
 
-    def _own_cache(self, split: CacheSplit) -> KVCache:
-        weights = self._weights
-        if self._cache is None:
-            with torch.inference_mode(False):  # the caller may be in inference mode, later ones may not be
-                self._cache = KVCache(weights.config, split, 1, self.most, weights.dtype, weights.device)
-        assert self._cache.split == split, "all caches of an engine have its split"
-        return self._cache
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Memory:
+    """Memory that the graphs of all lengths share.
+
+    Attributes:
+        cache: The cache that they fill.
+        own: Keys and values of this rank's tokens, for an all-gather: `[1, tokens, 2 * KV heads, head_dim]`.
+        whole: Those of all tokens.
+    """
+
+    cache: KVCache
+    own: Tensor
+    whole: Tensor
+
+    @classmethod
+    def of(cls, weights: ModelWeights, split: CacheSplit, most: int, ranks: int) -> "_Memory":
+        config, dtype, device = weights.config, weights.dtype, weights.device
+        shape = 2 * config.num_kv_heads, config.head_dim
+        with torch.inference_mode(False):  # the caller may be in inference mode, later ones may not be
+            own, whole = (
+                torch.empty(1, tokens if ranks > 1 else 0, *shape, dtype=dtype, device=device)
+                for tokens in (most // ranks, most)
+            )
+            return cls(KVCache(config, split, 1, most, dtype, device), own, whole)
 
 
 class _PaddedPrompt:
@@ -110,11 +132,11 @@ class _PaddedPrompt:
         weights: ModelWeights,
         comm: CheckedCommunicator,
         kernel: Kernel,
-        cache: KVCache,
+        memory: _Memory,
         padded: int,
     ) -> None:
         config, device = weights.config, weights.device
-        self._weights, self._comm, self._cache, self._padded = weights, comm, cache, padded
+        self._weights, self._comm, self._cache, self._padded = weights, comm, memory.cache, padded
         layout, mask = Zigzag(comm.size, padded // comm.size), causal_mask(config.sliding_window)
         places = [real_positions(layout, rank, padded) for rank in range(comm.size)]
         self._positions = places[comm.rank]
@@ -129,17 +151,13 @@ class _PaddedPrompt:
             strategy=Strategy(1, "gather", "kv"),
             deterministic=False,
         )
-        heads, tokens = 2 * config.num_kv_heads, layout.tokens
-        with torch.inference_mode(False):  # as for the cache
-            self._ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+        self._own, self._whole = memory.own[:, : layout.tokens], memory.whole[:, :padded]
+        with torch.inference_mode(False):  # as for the memory
+            self._ids = torch.zeros(1, layout.tokens, dtype=torch.int64, device=device)
             self._last = torch.zeros(1, dtype=torch.int64, device=device)
             positions = torch.from_numpy(self._positions).to(device)[None]
             self._angles = rotary_tables(config, positions, None, weights.dtype)
             self._order = torch.from_numpy(np.argsort(np.concatenate(places))).to(device)
-            self._own, self._whole = (
-                torch.empty(1, count, heads, config.head_dim, dtype=weights.dtype, device=device)
-                for count in (tokens, padded)
-            )
         self._has_last = False
 
     def set(self, ids: np.ndarray) -> None:

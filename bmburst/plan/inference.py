@@ -36,7 +36,7 @@ SHORT_STEP = 128
 """Tokens to whose multiples short prompts are padded; each of these lengths has a CUDA graph."""
 _MOST_SHORT = 2048  # tokens
 _SHORT_FLOPS = 9e11  # products of a layer that take an H200 about as long as its host launches its kernels: 1.3 ms
-_GRAPHS = 0.01  # fraction of a GPU's memory that graphs may keep: a quarter of `RESERVE`
+_GRAPHS = 0.0125  # fraction of a GPU's memory that graphs may keep: less than a third of `RESERVE`
 _SPARE = 1.25  # of the temporary memory of a graph: the allocator rounds
 
 
@@ -132,7 +132,7 @@ class ShortPromptLimits:
         most = min(_MOST_SHORT, int(_SHORT_FLOPS / (2 * block_matrices(config)))) if is_graph else 0
         step = SHORT_STEP * ranks
         found = cls(memory, ranks, most // SHORT_STEP * step)
-        while found.most and memory.cache(1, found.most) / ranks + found.temporary > _GRAPHS * device:
+        while found.nbytes > _GRAPHS * device:
             found = cls(memory, ranks, found.most - step)
         return found
 
@@ -140,6 +140,15 @@ class ShortPromptLimits:
     def temporary(self) -> int:
         """Bytes of temporary memory that the graphs share."""
         return int(_SPARE * self.memory.prefill(self.most // self.ranks))
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that a GPU keeps: a rank's part of a cache, keys and values of a layer, and temporary memory."""
+        if not self.most:
+            return 0.0
+        cache, ranks = self.memory.cache(1, self.most), self.ranks
+        gathered = cache / self.memory.config.num_layers * (1 + 1 / ranks) if ranks > 1 else 0.0
+        return cache / ranks + gathered + self.temporary
 
     def ranks_of(self, tokens: int) -> int:
         """Return the number of ranks that divide a prompt."""
