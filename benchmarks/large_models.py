@@ -148,7 +148,7 @@ SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
             Run((_32B(gpus=gpus, state=state, host=256.0),), alone=True) for gpus, state in product((2, 4), _STATES)
         ),
         "pipeline": (
-            *_beside(2, {4 * K: "none", 16 * K: _KEEP}, steps=3),
+            *_beside(2, {4 * K: "none", 16 * K: "none"}, steps=3),
             *_beside(4, {4 * K: "none", 16 * K: _KEEP, 64 * K: _KEEP}, steps=3),
         ),
         "long": (Run((Case(preset="llama-3-8b", tokens=1024 * K, gpus=4, steps=0),), limit=580.0),),
