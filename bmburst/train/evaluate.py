@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -197,12 +198,31 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
         return found
 
     sequences = mixed(corpus, packed)
+    if runtime.rank == 0:
+        _note_length(_longest(corpus, length, config.pack), shape.max_position_embeddings)
     batches = evaluation_batches(sequences, limit=config.max_sequences)
     positions = LossByPosition(length, runtime.device) if config.by_position else None
     measured = measure(model, mesh, cut, batches, runtime.device, positions)
     if math.isnan(measured.loss):
         raise not_a_number("the loss is", config.dtype)
     return measured, [] if positions is None else positions.bins(mesh)
+
+
+def _longest(corpus: MixedFiles, length: int, pack: str) -> int:
+    """Return the tokens of the longest text in which tokens attend to each other: a sequence, or a document."""
+    if pack == "stream":
+        return length
+    documents = max(int(np.diff(file.document_offsets).max(initial=0)) for file in corpus.files)
+    return min(documents, length)
+
+
+def _note_length(longest: int, most: int) -> None:
+    """Print a note if texts of `longest` tokens are longer than the model's limit `most`, as --by-position may want."""
+    if longest > most:
+        warn(
+            f"note: texts of up to {longest:,} tokens, but the model was made for {most:,} (max_position_embeddings): "
+            f"the loss can be much higher beyond that; --sequence-length {most} leaves that out"
+        )
 
 
 def check_inputs(config: EvalConfig) -> Path:
