@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bmburst.amounts import short
 from bmburst.blocks.dtypes import dtype_of
-from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verified_together, warn
+from bmburst.checkpoint.files import STATE_FILE, note_bytes, own_tokenizer, verified, verified_together, warn
 from bmburst.checkpoint.sharded_files import require_same
 from bmburst.data import (
     TokenFile,
@@ -238,7 +238,7 @@ def check_inputs(config: EvalConfig) -> Path:
     given = verified(config.checkpoint, warn)
     tuned = find_adapter(config, given, partial(verified, say=warn))
     directory, tokenizer, _ = read_model(config, given, tuned)
-    has_records, uses_names = False, False
+    has_records, uses_names, is_new = False, False, False
     for source in sources_of(config.data):
         text = find_corpus(
             source.path,
@@ -250,6 +250,7 @@ def check_inputs(config: EvalConfig) -> Path:
         if isinstance(text, TokenFile):
             _require_text(source, text)
         else:
+            is_new = True
             has_records = has_records or text.encoder is not None
             require_cache("XDG_CACHE_HOME", user_cache(), text)
             if text.encoder is not None:  # tokenize records now, so that an invalid line is found before ranks start
@@ -262,6 +263,8 @@ def check_inputs(config: EvalConfig) -> Path:
             "roles are given\nallowed: JSONL of messages, of prompt and completion, or of text\n"
             "fix: leave them out, or correct --data"
         )
+    if tokenizer is None and is_new:
+        note_bytes(directory, "--tokenizer")
     return directory
 
 
