@@ -190,6 +190,19 @@ def own_tokenizer(*directories: Path) -> str | None:
     return next((str(directory) for directory in directories if other_files(directory)), None)
 
 
+def note_bytes(directory: Path, option: str) -> None:
+    """Write a line that text is read as bytes, because a model comes without a tokenizer and none is named.
+
+    Args:
+        directory: Directory of the model.
+        option: Option that names a tokenizer.
+    """
+    warn(
+        f"note: {directory} comes without a tokenizer, so the text is read as bytes: right for models that were "
+        f"trained on bytes ({option} bytes); of others, add tokenizer.json, or give {option} DIR"
+    )
+
+
 def _complete_state(checkpoint: Path) -> dict[str, Any] | str:
     """Return the contents of a complete checkpoint's state.json, or the reason why the checkpoint is not complete."""
     state = _read_state(checkpoint / STATE_FILE)

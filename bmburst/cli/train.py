@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from bmburst.checkpoint.files import VERIFIED, read_progress, verified, warn
+from bmburst.checkpoint.files import VERIFIED, note_bytes, read_progress, verified, warn
 from bmburst.cli import training
 from bmburst.cli.program import leaves_errors_to_rank_0
 from bmburst.cli.run_folder import (
@@ -104,7 +104,8 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             from bmburst.train.machine import check_host_memory  # here, because the help does not need the planner
 
             check_host_memory(config, nproc)
-        # Imported here because it imports numpy, which the help does not need.
+        # Imported here because they import numpy, which the help does not need.
+        from bmburst.data import TokenFile
         from bmburst.train.text import bytes_of_tokens, check_text, steps_of_epochs, token_cache
 
         start: Path | None = None
@@ -133,6 +134,8 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             config = _with_steps(args, config, steps_of_epochs(config, cache), world_size)
         require_room(config, folder, (cache, bytes_of_tokens(config, cache, text)))
         if config.init_from is not None and config.resume is not True:
+            if config.data.tokenizer is None and not isinstance(text, TokenFile):  # a model's own is named
+                note_bytes(config.init_from, "--data.tokenizer")
             print(f"reading weights: {config.init_from}", file=sys.stderr, flush=True)
             start = verified(config.init_from, warn)
         if not is_locked:  # another run may have created the folder by now

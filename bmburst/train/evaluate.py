@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bmburst.amounts import short
 from bmburst.blocks.dtypes import dtype_of
-from bmburst.checkpoint.files import STATE_FILE, own_tokenizer, verified, verified_together, warn
+from bmburst.checkpoint.files import STATE_FILE, note_bytes, own_tokenizer, verified, verified_together, warn
 from bmburst.checkpoint.sharded_files import require_same
 from bmburst.data import (
     TokenFile,
@@ -197,12 +198,31 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
         return found
 
     sequences = mixed(corpus, packed)
+    if runtime.rank == 0:
+        _note_length(_longest(corpus, length, config.pack), shape.max_position_embeddings)
     batches = evaluation_batches(sequences, limit=config.max_sequences)
     positions = LossByPosition(length, runtime.device) if config.by_position else None
     measured = measure(model, mesh, cut, batches, runtime.device, positions)
     if math.isnan(measured.loss):
         raise not_a_number("the loss is", config.dtype)
     return measured, [] if positions is None else positions.bins(mesh)
+
+
+def _longest(corpus: MixedFiles, length: int, pack: str) -> int:
+    """Return the tokens of the longest text in which tokens attend to each other: a sequence, or a document."""
+    if pack == "stream":
+        return length
+    documents = max(int(np.diff(file.document_offsets).max(initial=0)) for file in corpus.files)
+    return min(documents, length)
+
+
+def _note_length(longest: int, most: int) -> None:
+    """Print a note if texts of `longest` tokens are longer than the model's limit `most`, as --by-position may want."""
+    if longest > most:
+        warn(
+            f"note: texts of up to {longest:,} tokens, but the model was made for {most:,} (max_position_embeddings): "
+            f"the loss can be much higher beyond that; --sequence-length {most} leaves that out"
+        )
 
 
 def check_inputs(config: EvalConfig) -> Path:
@@ -218,7 +238,7 @@ def check_inputs(config: EvalConfig) -> Path:
     given = verified(config.checkpoint, warn)
     tuned = find_adapter(config, given, partial(verified, say=warn))
     directory, tokenizer, _ = read_model(config, given, tuned)
-    has_records, uses_names = False, False
+    has_records, uses_names, is_new = False, False, False
     for source in sources_of(config.data):
         text = find_corpus(
             source.path,
@@ -230,6 +250,7 @@ def check_inputs(config: EvalConfig) -> Path:
         if isinstance(text, TokenFile):
             _require_text(source, text)
         else:
+            is_new = True
             has_records = has_records or text.encoder is not None
             require_cache("XDG_CACHE_HOME", user_cache(), text)
             if text.encoder is not None:  # tokenize records now, so that an invalid line is found before ranks start
@@ -242,6 +263,8 @@ def check_inputs(config: EvalConfig) -> Path:
             "roles are given\nallowed: JSONL of messages, of prompt and completion, or of text\n"
             "fix: leave them out, or correct --data"
         )
+    if tokenizer is None and is_new:
+        note_bytes(directory, "--tokenizer")
     return directory
 
 

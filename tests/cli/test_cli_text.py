@@ -7,6 +7,7 @@ import re
 import types
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from bmburst.train import evaluate
 from bmburst.train.config import EvalConfig
 from bmburst.train.resolve import resolve
 from bmburst.train.text import check_text
-from tests import refusals
+from tests import chat, refusals, tiny
 from tests.cli.commands import refused
 from tests.pairs import long
 from tests.refusals import refusal_of, says
@@ -169,6 +170,27 @@ def test_names_that_no_data_of_a_run_have_are_refused(tmp_path, monkeypatch):
     for source, is_named in ((rows, True), (plain, False)):
         with nullcontext() if is_named else refusals.refused(plain, "no such rows", "fields"):
             evaluate.check_inputs(EvalConfig(checkpoint=tmp_path, data=str(source), text_field="body"))
+
+
+def test_text_of_a_model_without_a_tokenizer_is_noted_to_be_bytes(tmp_path, launches, capsys):
+    model, text, own = tmp_path / "model", tmp_path / "a.txt", tmp_path / "own"
+    tiny.save(model, vocab_size=chat.VOCAB)
+    chat.directory(tiny.save(own, vocab_size=chat.VOCAB))
+    text.write_text("a " * 400)
+    tokens = open_corpus(text, "bytes", tmp_path / "cache").path
+
+    def noted(folder, data, name):
+        train = [f"--data.tokenizer={name}"] if name else []
+        given = ["--data", str(data), "--sequence-length", "64", "--steps", "1", "--output", f"{next(number)}"]
+        assert main(["train", "--init-from", str(folder), *given, *train]) == 0
+        evaluate.check_inputs(EvalConfig(checkpoint=folder, data=str(data), tokenizer=name))
+        return [line for line in capsys.readouterr().err.splitlines() if "comes without" in line]
+
+    number = count()
+    assert launches is not None
+    for note, option in zip(noted(model, text, None), ("--data.tokenizer", "--tokenizer"), strict=True):
+        says(note, f"note: | {model} | read as bytes | {option} bytes | tokenizer.json | {option} DIR")
+    assert not (noted(model, text, "bytes") or noted(model, tokens, None) or noted(own, text, None))
 
 
 def test_a_check_needs_no_tokenizer_of_a_token_file(tmp_path, launches, words):

@@ -1,5 +1,7 @@
 """`bmburst eval --by-position`: sums over all ranks and sequences are those of transformers on one process."""
 
+import contextlib
+import io
 import json
 import os
 from pathlib import Path
@@ -72,6 +74,32 @@ def test_bins_equal_transformers(pack, tmp_path):
     assert sum(each.tokens for each in bins) == measured.tokens == plain.tokens
     assert sum(each.nats for each in bins) == pytest.approx(measured.loss * measured.tokens, rel=1e-12)
     assert measured.loss == pytest.approx(plain.loss, rel=1e-6)
+
+
+@on_program(1)
+def test_a_text_beyond_the_model_is_noted(tmp_path):
+    """The loss there is no fault of the weights; documents of a packed sequence have positions of their own."""
+    from bmburst.train import evaluate
+    from bmburst.train.config import EvalConfig
+
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path)
+    saved = program.trainer(tmp_path, "run").save()
+    most = program.SHAPE.max_position_embeddings
+    for text, pack, length, longest in (
+        ("jumps " * 5, "stream", most, None),
+        ("jumps " * 5, "documents", 2 * most, None),
+        ("jumps " * 5, "stream", 2 * most, 2 * most),
+        ("jumps " * 25, "documents", 2 * most, 2 * most),
+        ("jumps " * 13, "documents", 2 * most, 79),  # with the token that ends it
+    ):
+        source = tmp_path / f"{len(text)}.jsonl"
+        source.write_text(f"{json.dumps({'text': text})}\n" * 5)
+        given = EvalConfig(checkpoint=saved, data=str(source), sequence_length=length, pack=pack)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            evaluate.evaluate_checkpoint(given)
+        notes = [line for line in said.getvalue().splitlines() if "made for" in line]
+        words = f"note: | {longest} tokens | made for {most} | --sequence-length {most}"
+        assert len(notes) == (longest is not None) and all(says(note, words) for note in notes)
 
 
 def test_the_command_writes_bins_and_a_picture(tmp_path):
