@@ -193,3 +193,13 @@ def test_packages_have_no_circles():
         for room in free:
             del left[room]
     assert not left, f"circles: { ({room: sorted(left[room] & left.keys()) for room in left}) }"
+
+
+def test_no_command_imports_another():
+    from bmburst.cli.program import COMMANDS, TOGETHER
+
+    commands = {f"bmburst.cli.{TOGETHER.get(name, name.replace('-', '_'))}" for name in COMMANDS}
+    for module in commands:
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        found = set(names(ast.walk(ast.parse(path.read_text())))) & (commands - {module})
+        assert not found, f"{module} imports {sorted(found)}: put what both need into a module of its own"

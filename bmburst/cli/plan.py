@@ -278,9 +278,19 @@ def _hybrid(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
 
 def _model(settings: Mapping[str, Any]) -> "tuple[LlamaConfig, str, str | None]":
-    from bmburst.cli.files import named_model
+    """Return the model's shape, its name, and its directory (None for a preset).
 
-    return named_model(settings.get("preset"), settings.get("init_from"))
+    Raises:
+        UserError: There is no such preset or directory.
+    """
+    from bmburst.blocks.presets import preset
+    from bmburst.train.resolve import read_hugging_face_config
+
+    folder: Path | None = settings.get("init_from")
+    if folder is not None:
+        return read_hugging_face_config(folder), folder.resolve().name, str(folder)
+    name: str = settings["preset"]
+    return preset(name), name, None
 
 
 def _gpus(args: argparse.Namespace) -> int:
@@ -312,7 +322,7 @@ def _generate(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
 
 def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
-    from bmburst.cli.files import require_recipe, write_recipe
+    from bmburst.cli.recipe import require_recipe, write_recipe
     from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Task
     from bmburst.plan.presentation import as_json, report
     from bmburst.plan.search import best_of_each, remedy, search
