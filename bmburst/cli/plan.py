@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB, numbers, tokens
 from bmburst.cli.calibration import calibrate_machine
-from bmburst.config import add_options, flat, given_options, option_name, read_layer
+from bmburst.config import add_options, flat, given_options, hide_rare, option_name, read_layer
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import is_picture, require_file
 from bmburst.train.config import TrainConfig
@@ -31,7 +31,8 @@ _USAGE = (
     "       bmburst plan --model DIR --sequence-length N --nproc N [--hardware NAME|FILE] [--json]\n"
     "       bmburst plan --longest --preset NAME --nproc N [--hardware NAME|FILE] [--host-memory GIB] [--json]\n"
     "       bmburst plan --generate --preset NAME --sequence-length N --nproc N [--max-new-tokens N] [--json]\n"
-    "       bmburst plan --calibrate --output machine.toml [--nproc N]"
+    "       bmburst plan --calibrate --output machine.toml [--nproc N]\n"
+    "       bmburst plan --help all"
 )
 _EPILOG = (
     "Utilisation counts 6 FLOPs per weight and token, causal attention as half, backward as twice the forward, and no "
@@ -53,7 +54,7 @@ _SETTINGS = MappingProxyType(
         "init_from": "none",
         "optimizer.offload": "tried only if GPU memory is too small",
         "optimizer.state": "float32",
-        "lora.rank": "0: all weights; with --longest both, with rank 16",
+        "lora.rank": "0: all weights, and with --longest also 16",
         "lora.base": "dtype",
         "lora.targets": "q_proj,v_proj",
         "lora.rank_pattern": "none",
@@ -73,6 +74,11 @@ _DEGREES = MappingProxyType(
         "tensor": "--tensor-parallel",
         "pipe": "--pipeline-parallel",
     }
+)
+_RARE = (
+    *("micro_batch_size", "loss_chunk_tokens", "mlp_chunk_tokens", "pack", "dpo.beta", "optimizer.offload"),
+    *("lora.targets", "lora.rank_pattern", "lora.modules_to_save", "recompute", "zero", "group"),
+    *("max_new_tokens", "ways", "output", "calibrate", *_TREES),
 )
 _TITLES = MappingProxyType({"": "task", "optimizer": "optimizer", "lora": "adapters", "dpo": "preference pairs"})
 
@@ -169,6 +175,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure this machine and write a hardware file; takes at most a minute",
     )
+    hide_rare(parser, _RARE)
     parser.set_defaults(given=parser.get_default)
 
 
