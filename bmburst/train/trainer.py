@@ -261,12 +261,13 @@ class Trainer:
         *parts, last = batch.micro_batches(self.config.micro_batch_size)
         with self._monitor.clock.work(), self.model.model.gather_memory.unchanged():
             if self.mesh.shape.pipe > 1:
-                run_stage(
-                    self.model,
-                    (*parts, last),
-                    lambda part, stream: self._manager.scale_loss(objective.forward(part, stream)),
-                    gathers_once=self.config.parallel.zero_level == 2,
-                )
+                with self._sums.backward(is_last=True):
+                    run_stage(
+                        self.model,
+                        (*parts, last),
+                        lambda part, stream: self._manager.scale_loss(objective.forward(part, stream)),
+                        gathers_once=self.config.parallel.zero_level == 2,
+                    )
             else:
                 for part in (*parts, last):
                     with traced("forward"):
