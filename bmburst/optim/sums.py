@@ -28,7 +28,7 @@ class GradientSums:
     """
 
     def __init__(self, model: torch.nn.Module, groups: ZeroGroups) -> None:
-        self._between = groups.between
+        self.groups, self._between = groups, groups.between
         self._is_last = self._is_complete = False
         self._blocks = [each for each in model.modules() if isinstance(each, ShardedBlock)]
         trained = (each for each in named_shards(model) if each.storage.requires_grad)
