@@ -45,7 +45,7 @@ _SETTINGS = MappingProxyType(
     {
         "preset": "none",
         "sequence_length": "none",
-        "batch_size": "1",
+        "batch_size": "1, or with --pipeline-parallel a micro-batch for each of its stages",
         "micro_batch_size": "1",
         "dtype": "bfloat16",
         "host_memory": "that of the hardware",
@@ -346,6 +346,8 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     if lora is not None:
         lora.require_model(model)
     shared, answers, pack = _shared(args, settings, model)
+    pipe = (1,) if args.pipe is None else numbers("--pipeline-parallel", args.pipe)
+    micro_batch = settings.get("micro_batch_size", 1)
     task = Task(
         model=model,
         preset=name,
@@ -353,8 +355,8 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         sequence=max(1, gpus) if args.longest else settings["sequence_length"],  # --longest finds it
         gpus=gpus,
         nodes=args.nodes,
-        batch=settings.get("batch_size", 1),
-        micro_batch=settings.get("micro_batch_size", 1),
+        batch=settings.get("batch_size", max(pipe) * micro_batch if max(pipe) > 1 else 1),  # as in training
+        micro_batch=micro_batch,
         dtype=settings.get("dtype", "bfloat16"),
         state=settings.get("optimizer.state", "float32"),
         loss_chunk=settings.get("loss_chunk_tokens", 1024),
@@ -376,7 +378,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         "zero": [int(stage) for stage in _words("--parallel.zero_level", args.zero, tuple(map(str, ZERO)))],
         "groups": _words("--parallel.zero_group", args.group, ZERO_GROUPS),
         "tensor": None if args.tensor is None else numbers("--tensor-parallel", args.tensor),
-        "pipe": (1,) if args.pipe is None else numbers("--pipeline-parallel", args.pipe),
+        "pipe": pipe,
     }
     found = search(task, hardware, **tried)
     needs = "" if found[0].memory.fits else remedy(task, hardware, **tried)
