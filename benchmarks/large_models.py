@@ -44,7 +44,7 @@ from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import GIB, short
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli.files import settings_of
+from bmburst.cli.recipe import settings_of
 from bmburst.config import build_config, overlay, to_dict
 from bmburst.errors import require_known
 from bmburst.launch.launcher import LaunchSpec, launch

@@ -39,7 +39,7 @@ from benchmarks.training.cells import SHAPES
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli.files import FIRST_LINE, recipe, settings_of
+from bmburst.cli.recipe import FIRST_LINE, recipe, settings_of
 from bmburst.config import overlay, to_dict
 from bmburst.optim.config import MOMENT_BYTES
 from bmburst.plan.candidates import Task

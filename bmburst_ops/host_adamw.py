@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ from bmburst_ops.errors import KernelError, unknown_kernel
 from bmburst_ops.fused import compiled
 from bmburst_ops.moments import Rounding, aligned, blocks_of, decoded, encode_, part_of, random_bits, table
 
-KERNELS = ("auto", "c", "torch")
+Kernel = Literal["auto", "c", "torch"]
+KERNELS: tuple[str, ...] = get_args(Kernel)
 PIECE = 1 << 20
 """Elements that torch's operations process at once, so that intermediate results stay in the CPU's caches."""
 _FLAGS = ("-O3", "-fopenmp", "-ffp-contract=off")
@@ -62,7 +63,7 @@ def adamw_(
     master: Tensor | None = None,
     remainder: Tensor | None = None,
     rounding: Rounding | None = None,
-    kernel: Literal["auto", "c", "torch"] = "auto",
+    kernel: Kernel = "auto",
     piece: int = PIECE,
 ) -> None:
     """Do one step in place. All tensors are flat `[n]`, contiguous and in host memory.

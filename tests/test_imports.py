@@ -193,3 +193,21 @@ def test_packages_have_no_circles():
         for room in free:
             del left[room]
     assert not left, f"circles: { ({room: sorted(left[room] & left.keys()) for room in left}) }"
+
+
+def test_no_command_imports_another():
+    from bmburst.cli.program import COMMANDS, TOGETHER
+
+    commands = {f"bmburst.cli.{TOGETHER.get(name, name.replace('-', '_'))}" for name in COMMANDS}
+    for module in commands:
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        found = set(names(ast.walk(ast.parse(path.read_text())))) & (commands - {module})
+        assert not found, f"{module} imports {sorted(found)}: put what both need into a module of its own"
+
+
+def test_the_trainer_has_few_attributes():
+    tree = ast.parse((ROOT / "bmburst/train/trainer.py").read_text())
+    trainer = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Trainer")
+    stored = (node for node in ast.walk(trainer) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    found = {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
+    assert len(found) <= 16, f"one more reader of a step must know {sorted(found)}: give it to what belongs together"

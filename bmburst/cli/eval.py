@@ -13,10 +13,11 @@ from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli.long_context import measure, request_of, require_outputs, write_evaluation
 from bmburst.cli.program import ranks_to_start
-from bmburst.config import add_options, build_config, given_options, option_name, read_layer, to_dict
+from bmburst.config import add_options, build_config, given_options, hide_rare, option_name, read_layer, to_dict
 from bmburst.errors import UserError, hub_fix
 from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
+from bmburst.record_format import RecordFormat
 from bmburst.train.config import EvalConfig
 from bmburst.train.sources import check_sources, hold_records
 
@@ -32,6 +33,10 @@ _WITH_PASSKEY = ("checkpoint", "adapter", "tokenizer", "dtype", "hang_timeout", 
 _SHARED_OPTIONS = ("lengths", "samples", "seed", "cache", "chunk_tokens")
 _PASSKEY_OPTIONS = (*_SHARED_OPTIONS, "depths", "digits", "without_key")
 _TASKS_OPTIONS = (*_SHARED_OPTIONS, "compare")
+_RARE = (
+    *(declared.name for declared in dataclasses.fields(RecordFormat)),
+    *("hang_timeout", "start_timeout", "digits", "seed", "cache", "chunk_tokens", "without_key"),
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "bmburst eval --checkpoint DIR --data FILE [--sequence-length N] [--by-position] [--FIELD VALUE ...]\n"
         "       bmburst eval --checkpoint DIR --passkey --lengths 4K,...,1M [--depths 0,.25,.5,.75,1] [--samples N]\n"
-        "       bmburst eval --checkpoint DIR [--compare DIR ...] --tasks all --lengths 4K,...,128K [--samples N]"
+        "       bmburst eval --checkpoint DIR [--compare DIR ...] --tasks all --lengths 4K,...,128K [--samples N]\n"
+        "       bmburst eval --help all"
     )
     add_options(parser, EvalConfig, short={}, titles={"": "evaluation"})
     _add_passkey_options(parser)
+    hide_rare(parser, _RARE)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -172,7 +179,7 @@ def _add_passkey_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help="test tasks over long texts: needle, variables, aggregation, or all; no --data, --depths or --digits",
     )
-    add("--compare", type=Path, nargs="+", metavar="DIR", help="with --tasks: further checkpoints for the table")
+    add("--compare", type=Path, nargs="+", metavar="DIR", help="further checkpoints for the table, with --tasks")
     add("--lengths", metavar="N,...", help="tokens of the prompts; 4K,...,1M: with the powers of two between")
     add("--depths", metavar="D,...", help="places of the sentence, from 0 to 1 (default: 0,.25,.5,.75,1)")
     add("--samples", type=int, metavar="N", help="prompts of each length and depth (default: 5), or task (10)")

@@ -26,7 +26,7 @@ from bmburst.cli.model import (
     settle_ranks,
 )
 from bmburst.cli.program import any_text
-from bmburst.config import option_name
+from bmburst.config import hide_rare, option_name
 from bmburst.errors import UserError
 from bmburst.launch.beginning import Beginning
 from bmburst.launch.handover import Request, run_command
@@ -45,7 +45,8 @@ HELP = (
 _USAGE = (
     "bmburst generate --checkpoint DIR --prompt TEXT [OPTIONS]\n"
     "       bmburst generate --checkpoint DIR --prompt-file FILE [--nproc N] [--stream] [OPTIONS]\n"
-    "       bmburst generate --checkpoint DIR --prompts FILE.jsonl --output FILE.jsonl [OPTIONS]"
+    "       bmburst generate --checkpoint DIR --prompts FILE.jsonl --output FILE.jsonl [OPTIONS]\n"
+    "       bmburst generate --help all"
 )
 _EPILOG = (
     "Sampling options have the names and meaning of transformers' generate. Their defaults come from the model's "
@@ -64,6 +65,7 @@ _SAMPLING = (
     ("--num-samples", int, "N", "answers to each prompt (default: 1)"),
     ("--logprobs", int, "N", "write log-probabilities, of the new tokens and of the N most probable ones"),
 )
+_RARE = ("hang_timeout", "start_timeout", "cache", "chunk_tokens", "min_p", "repetition_penalty", "logprobs")
 _OF_CHANCE = ("top_k", "top_p", "min_p", "seed")  # have an effect only where an answer is drawn
 
 
@@ -93,6 +95,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="text that ends an answer; may be given several times",
     )
+    hide_rare(parser, _RARE)
 
 
 def run(args: argparse.Namespace) -> int:

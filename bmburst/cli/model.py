@@ -25,10 +25,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--tokenizer",
         metavar="NAME",
-        help="'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer (default: "
-        "the model's; a model without one takes and gives token ids)",
+        help="tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer "
+        "(default: the model's; a model without one takes and gives token ids)",
     )
-    add("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16, float16 or auto: as stored (default: auto)")
+    add(
+        "--dtype",
+        default="auto",
+        metavar="TYPE",
+        help="type of weights: float32, bfloat16, float16, or auto, as stored (default: auto)",
+    )
     add("--nproc", type=int, metavar="N", help="ranks that share every prompt (default: one a GPU, else 1)")
     add(
         "--cache",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB, numbers, tokens
 from bmburst.cli.calibration import calibrate_machine
-from bmburst.config import add_options, flat, given_options, option_name, read_layer
+from bmburst.config import add_options, flat, given_options, hide_rare, option_name, read_layer
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import is_picture, require_file
 from bmburst.train.config import TrainConfig
@@ -31,7 +31,8 @@ _USAGE = (
     "       bmburst plan --model DIR --sequence-length N --nproc N [--hardware NAME|FILE] [--json]\n"
     "       bmburst plan --longest --preset NAME --nproc N [--hardware NAME|FILE] [--host-memory GIB] [--json]\n"
     "       bmburst plan --generate --preset NAME --sequence-length N --nproc N [--max-new-tokens N] [--json]\n"
-    "       bmburst plan --calibrate --output machine.toml [--nproc N]"
+    "       bmburst plan --calibrate --output machine.toml [--nproc N]\n"
+    "       bmburst plan --help all"
 )
 _EPILOG = (
     "Utilisation counts 6 FLOPs per weight and token, causal attention as half, backward as twice the forward, and no "
@@ -44,7 +45,7 @@ _SETTINGS = MappingProxyType(
     {
         "preset": "none",
         "sequence_length": "none",
-        "batch_size": "1",
+        "batch_size": "1, or with --pipeline-parallel a micro-batch for each of its stages",
         "micro_batch_size": "1",
         "dtype": "bfloat16",
         "host_memory": "that of the hardware",
@@ -53,7 +54,7 @@ _SETTINGS = MappingProxyType(
         "init_from": "none",
         "optimizer.offload": "tried only if GPU memory is too small",
         "optimizer.state": "float32",
-        "lora.rank": "0: all weights; with --longest both, with rank 16",
+        "lora.rank": "0: all weights, and with --longest also 16",
         "lora.base": "dtype",
         "lora.targets": "q_proj,v_proj",
         "lora.rank_pattern": "none",
@@ -73,6 +74,11 @@ _DEGREES = MappingProxyType(
         "tensor": "--tensor-parallel",
         "pipe": "--pipeline-parallel",
     }
+)
+_RARE = (
+    *("micro_batch_size", "loss_chunk_tokens", "mlp_chunk_tokens", "pack", "dpo.beta", "optimizer.offload"),
+    *("lora.targets", "lora.rank_pattern", "lora.modules_to_save", "recompute", "zero", "group"),
+    *("max_new_tokens", "ways", "output", "calibrate", *_TREES),
 )
 _TITLES = MappingProxyType({"": "task", "optimizer": "optimizer", "lora": "adapters", "dpo": "preference pairs"})
 
@@ -169,6 +175,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure this machine and write a hardware file; takes at most a minute",
     )
+    hide_rare(parser, _RARE)
     parser.set_defaults(given=parser.get_default)
 
 
@@ -278,9 +285,19 @@ def _hybrid(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
 
 def _model(settings: Mapping[str, Any]) -> "tuple[LlamaConfig, str, str | None]":
-    from bmburst.cli.files import named_model
+    """Return the model's shape, its name, and its directory (None for a preset).
 
-    return named_model(settings.get("preset"), settings.get("init_from"))
+    Raises:
+        UserError: There is no such preset or directory.
+    """
+    from bmburst.blocks.presets import preset
+    from bmburst.train.resolve import read_hugging_face_config
+
+    folder: Path | None = settings.get("init_from")
+    if folder is not None:
+        return read_hugging_face_config(folder), folder.resolve().name, str(folder)
+    name: str = settings["preset"]
+    return preset(name), name, None
 
 
 def _gpus(args: argparse.Namespace) -> int:
@@ -312,7 +329,7 @@ def _generate(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
 
 def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
-    from bmburst.cli.files import require_recipe, write_recipe
+    from bmburst.cli.recipe import require_recipe, write_recipe
     from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Task
     from bmburst.plan.presentation import as_json, report
     from bmburst.plan.search import best_of_each, remedy, search
@@ -329,6 +346,8 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     if lora is not None:
         lora.require_model(model)
     shared, answers, pack = _shared(args, settings, model)
+    pipe = (1,) if args.pipe is None else numbers("--pipeline-parallel", args.pipe)
+    micro_batch = settings.get("micro_batch_size", 1)
     task = Task(
         model=model,
         preset=name,
@@ -336,8 +355,8 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         sequence=max(1, gpus) if args.longest else settings["sequence_length"],  # --longest finds it
         gpus=gpus,
         nodes=args.nodes,
-        batch=settings.get("batch_size", 1),
-        micro_batch=settings.get("micro_batch_size", 1),
+        batch=settings.get("batch_size", max(pipe) * micro_batch if max(pipe) > 1 else 1),  # as in training
+        micro_batch=micro_batch,
         dtype=settings.get("dtype", "bfloat16"),
         state=settings.get("optimizer.state", "float32"),
         loss_chunk=settings.get("loss_chunk_tokens", 1024),
@@ -359,7 +378,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         "zero": [int(stage) for stage in _words("--parallel.zero_level", args.zero, tuple(map(str, ZERO)))],
         "groups": _words("--parallel.zero_group", args.group, ZERO_GROUPS),
         "tensor": None if args.tensor is None else numbers("--tensor-parallel", args.tensor),
-        "pipe": (1,) if args.pipe is None else numbers("--pipeline-parallel", args.pipe),
+        "pipe": pipe,
     }
     found = search(task, hardware, **tried)
     needs = "" if found[0].memory.fits else remedy(task, hardware, **tried)

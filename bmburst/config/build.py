@@ -11,7 +11,7 @@ import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -259,12 +259,23 @@ def add_options(
         if leaf.name in common:
             setattr(action, _COMMON, (list(common).index(leaf.name), common[leaf.name]))
         elif common:
-            setattr(action, _RARE, action.help)
-            action.help = argparse.SUPPRESS
+            _hide(action)
+
+
+def hide_rare(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
+    """Let help show options, given by the names of their values, in `--help all` only."""
+    for action in parser._actions:
+        if action.dest in names:
+            _hide(action)
+
+
+def _hide(action: argparse.Action) -> None:
+    setattr(action, _RARE, action.help)
+    action.help = argparse.SUPPRESS
 
 
 def show_rare(parser: argparse.ArgumentParser) -> bool:
-    """Let help show the options that `add_options` hides; return whether there are any."""
+    """Let help show the options that are hidden; return whether there are any."""
     rare = [action for action in parser._actions if hasattr(action, _RARE)]
     for action in rare:
         action.help = getattr(action, _RARE)
@@ -272,10 +283,10 @@ def show_rare(parser: argparse.ArgumentParser) -> bool:
 
 
 def short_help(parser: argparse.ArgumentParser) -> str:
-    """Return a line for each option that `add_options` does not hide; empty if it hides none.
+    """Return a line for each option that is not hidden; empty if none is hidden.
 
-    A line has the option, what its help says up to the first comma, colon or period, and the default. Fields of a
-    configuration are in the order of `common` of `add_options`.
+    A line has the option, what its help says up to the first comma, colon, period or parenthesis, and the default.
+    Fields of a configuration are in the order of `common` of `add_options`.
     """
     if not any(hasattr(action, _RARE) for action in parser._actions):
         return ""
@@ -285,10 +296,10 @@ def short_help(parser: argparse.ArgumentParser) -> str:
     width = max(len(action.option_strings[0]) for action in shown)
     lines = [parser.format_usage().rstrip() + "  # every option, with all that it takes"]
     for action in shown:
-        said, _, notes = str(action.help).replace("%%", "%").partition(" [")
-        said = re.split(r"[,:.;](?: |$)", said[:1].upper() + said[1:])[0]
-        own = re.search(r"default ([^;]+)]$", notes)
-        default = getattr(action, _COMMON, ("", ""))[1] or (own[1] if own else "")
+        text = str(action.help).replace("%%", "%")
+        said = re.split(r"[,:.;](?: |$)| [\[(]", text[:1].upper() + text[1:])[0]
+        own = re.search(r"\[(?:[^]]*; )?default ([^];]+)]$|\(default: ([^)]+)\)", text)
+        default = getattr(action, _COMMON, ("", ""))[1] or (own[1] or own[2] if own else "")
         lines.append(f"  {action.option_strings[0]:<{width}}  {said}{f' [{default}]' if default else ''}")
     return "\n".join(lines)
 

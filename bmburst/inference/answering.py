@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,7 +11,7 @@ from bmburst.amounts import GIB, require_function
 from bmburst.comm.communicator import gather_objects
 from bmburst.data.tokenizer import PromptTokenizer, Tokenizer
 from bmburst.errors import UserError
-from bmburst.inference.prompts import Answer, Prompt, TokenLogprob
+from bmburst.inference.prompts import Answer, Finish, Prompt, TokenLogprob
 from bmburst.inference.sampling import GenerationOptions, Sampled, Sampler, SamplerRow
 from bmburst.inference.session import Engine, GenerationBatch
 from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
@@ -316,7 +316,7 @@ class GrowingAnswer:
     def __init__(self, tokenizer: PromptTokenizer | None, options: GenerationOptions) -> None:
         self._text, self._options = TextStream(tokenizer, options.stop), options
         self.tokens: list[int] = []
-        self.finish: Literal["length", "stop", "eos", "refused"] | None = None
+        self.finish: Finish | None = None
 
     @property
     def text(self) -> str | None:

@@ -18,6 +18,8 @@ from bmburst.data.tokenizer import PromptTokenizer, TokenIds
 from bmburst.errors import UserError
 
 Messages = Sequence[Mapping[str, Any]]
+Finish = Literal["length", "stop", "eos", "refused"]
+"""Why an answer ended; see `Answer`."""
 PROMPT_KEYS = {
     "prompt": "a text",
     "tokens": "token ids",
@@ -327,7 +329,7 @@ class Answer:
     prompt_tokens: int
     tokens: tuple[int, ...] = ()
     text: str | None = None
-    finish: Literal["length", "stop", "eos", "refused"]
+    finish: Finish
     reason: str | None = None
     first_token_seconds: float | None = None
     seconds_per_token: float | None = None

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 import bmtrain as bmt
 import torch
@@ -12,7 +12,7 @@ import torch
 from bmburst.blocks.kinds import KINDS, MATRICES, OUTWARD, kind_of
 from bmburst.comm.host_memory import host_shard
 from bmburst.errors import UserError, require_known
-from bmburst.optim.config import OptimizerConfig, require_kernel
+from bmburst.optim.config import Kernel, OptimizerConfig, require_kernel
 from bmburst.optim.states import (
     DTYPES,
     MASTER,
@@ -43,7 +43,7 @@ from bmburst_ops.fused import triton_twin
 from bmburst_ops.host_adamw import Rates, joined, split
 
 _EPS = 1e-6
-KERNELS = ("auto", "bmtrain")
+KERNELS: tuple[str, ...] = get_args(Kernel)
 """Values of `kernel`. "auto": Triton for 16-bit weights on NVIDIA GPUs that support it, else BMTrain's kernel for bf16
 and torch for fp16."""
 

@@ -12,6 +12,8 @@ from bmburst.errors import UserError
 
 LOSS_SCALE, LOSS_SCALE_STEPS = 65536.0, 1024
 """Defaults of fp16 training for `OptimizerConfig.loss_scale` and `loss_scale_steps`."""
+Kernel = Literal["auto", "bmtrain"]
+"""Kernels that update weights on a GPU."""
 State = Literal["float32", "bfloat16", "8bit"]
 """Types of AdamW's moments."""
 MOMENT_BYTES: Mapping[State, float] = types.MappingProxyType({"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 * 4 / 256})
@@ -73,7 +75,7 @@ class OptimizerConfig:
         "block by block. Saves another 4 bytes per weight in bfloat16.",
         default=False,
     )
-    kernel: Literal["auto", "bmtrain"] = field(
+    kernel: Kernel = field(  # noqa: RUF009
         "AdamW kernel for 16-bit weights on a GPU; auto: the Triton kernel where it runs, else BMTrain's for bfloat16 "
         "and torch's for float16. bmtrain is for bfloat16.",
         default="auto",

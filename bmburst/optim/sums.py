@@ -19,39 +19,39 @@ class GradientSums:
     Shards of blocks are summed while the backward pass of the last micro-batch goes on, on a stream of their own; those
     of other parameters after it. All groups get equal bits, so their weights stay equal.
 
+    Without groups it sums nothing. The tied table of a pipeline, whose two stages have the complete gradient after a
+    step, is treated as theirs are if `backward` is called again.
+
     Args:
         model: A model whose blocks are `ShardedBlock`, created in `groups.sharding()`.
         groups: The ZeRO groups.
     """
 
     def __init__(self, model: torch.nn.Module, groups: ZeroGroups) -> None:
-        self._between = groups.between
+        self.groups, self._between = groups, groups.between
         self._is_last = self._is_complete = False
         self._blocks = [each for each in model.modules() if isinstance(each, ShardedBlock)]
-        if self._between is None:
-            return
         trained = (each for each in named_shards(model) if each.storage.requires_grad)
         self._storages = {id(each.storage): each for each in trained}  # with one of the parameters in each
-        self._stream: Any = torch.cuda.Stream(priority=-1)
         self._summed: set[int] = set()
+        if self._between is None:
+            return
+        self._stream: Any = torch.cuda.Stream(priority=-1)
         for block in self._blocks:
             block.after_scatter = self._after_scatter
 
     @contextmanager
     def backward(self, *, is_last: bool) -> Iterator[None]:
-        """Do the backward pass of a micro-batch inside the `with` block.
+        """Do the backward pass of a micro-batch, or those of a pipeline's step, inside the `with` block.
 
         Args:
             is_last: Whether it is the last of a step. Afterwards gradients are complete, also those in host memory.
         """
-        if self._between is None:
-            yield
-            return
         if self._is_complete:
             self._keep_one()
         self._is_last, self._summed = is_last, set()
         yield
-        if is_last:
+        if is_last and self._between is not None:
             rest = [each.storage for key, each in self._storages.items() if key not in self._summed]
             self._stream.wait_stream(torch.cuda.current_stream())
             self._sum(rest)
@@ -65,7 +65,7 @@ class GradientSums:
             block.put_gradient_aside()
 
     def _keep_one(self) -> None:
-        """Clear complete gradients, to which further ones will be added, in all groups but the first."""
+        """Clear complete gradients, to which further ones will be added, on all ranks but the first that hold them."""
         for shard in self._storages.values():
             if shard.is_copy and (gradient := gradient_of(shard)) is not None:
                 gradient.zero_()

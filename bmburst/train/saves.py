@@ -1,4 +1,4 @@
-"""Checkpoints of a run: restores the newest one, and writes new ones beside training. `RunSaves`."""
+"""What a run leaves for `resume`: its configuration, and checkpoints that are written beside training. `RunSaves`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +19,7 @@ from bmburst.schedule.hardware import HOST, hardware_like
 from bmburst.train.config import TrainConfig
 from bmburst.train.machine import planned
 from bmburst.train.reference import reference_text, require_reference
+from bmburst.train.resolve import write_run_config
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -33,11 +34,20 @@ class RunSaves(BackgroundSaves):
         model: The model.
         optimizer: Its optimizer.
         tokenizer: Files of the tokenizer by name, which each checkpoint holds.
+        asked: The run as it was asked for, with "auto" where it was given.
     """
 
-    def __init__(self, config: TrainConfig, model: "Llama", optimizer: "AdamW", tokenizer: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: "Llama",
+        optimizer: "AdamW",
+        tokenizer: Mapping[str, bytes],
+        asked: TrainConfig,
+    ) -> None:
         super().__init__()
         self._config, self._model, self._optimizer, self._tokenizer = config, model, optimizer, tokenizer
+        self._asked = asked
         self._base: Base | None = None
         self._reference = None if config.reference is None else reference_text(config, config.reference)
 
@@ -68,6 +78,10 @@ class RunSaves(BackgroundSaves):
             return None
         require_reference(config, newest)
         return load_checkpoint(newest, self._model, self._optimizer, base=self._base)
+
+    def write_config(self, folder: Path) -> None:
+        """Write the configuration to the run folder, for `resume`; call it on one rank."""
+        write_run_config(self._asked, folder)
 
     def go_beside_training(self, folder: Path, progress: RunProgress) -> str:
         """Reserve host memory if training goes on after a save; return why there is none, or nothing.

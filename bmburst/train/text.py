@@ -5,7 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -17,14 +17,14 @@ from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, mixed, read_mixture, shares_of
 from bmburst.data.records import PAIRS
 from bmburst.data.report import described
-from bmburst.data.tokenizer import tokenizer_files
+from bmburst.data.tokenizer import PromptTokenizer, tokenizer_files
 from bmburst.data.whole_documents import WholeDocuments, pack_sequences
 from bmburst.errors import UserError
 from bmburst.launch.start import Runtime
 from bmburst.launch.watchdog import beat
 from bmburst.train.config import TrainConfig
 from bmburst.train.kept import read_tokenizer
-from bmburst.train.sections import HELD_OUT_FRACTION
+from bmburst.train.sections import HELD_OUT, HELD_OUT_FRACTION
 
 _PLENTY = 16  # bytes of text, or tokens, per token of a sequence: above this the text is certainly long enough
 _QUICK = 8 << 20  # bytes of text that are tokenized in one or two seconds
@@ -389,23 +389,54 @@ def _misfit(source: str | Path, config: TrainConfig, *, pairs: bool) -> UserErro
     )
 
 
-def reports_of(
-    config: TrainConfig, corpus: data.TokenFile | MixedFiles, validation: Mapping[str, data.TokenFile | MixedFiles]
-) -> Iterator[str]:
-    """Yield the reports on the data of a run: on each source, and on each source of the validation files.
+@dataclass(frozen=True, slots=True)
+class RunText:
+    """The text of a run, open on this rank. Make it with `open`.
 
-    Args:
-        config: The run.
-        corpus: The training data, from `open_text`.
-        validation: The validation data, from `open_validation`.
+    Attributes:
+        corpus: The training data.
+        validation: The validation data, by name.
+        evaluated: What evaluations read, by name: the held-out sequences first, then those of the validation data.
     """
-    own = corpus.tokenizer_name
-    is_there = own == data.ByteTokenizer.name or tokenizer_files(own)
-    tokenizer, parts = data.load_tokenizer(own) if is_there else None, validation_of(config, own)
-    for name, given, found in (("data", config, corpus), *((name, parts[name], validation[name]) for name in parts)):
-        files = (found,) if isinstance(found, data.TokenFile) else found.files
-        for part, file in zip(parts_of(given) or [given], files, strict=True):
-            yield described(f"{name}: {part.data.source}", file, config.sequence_length, config.pack, tokenizer)
+
+    corpus: data.TokenFile | MixedFiles
+    validation: Mapping[str, data.TokenFile | MixedFiles]
+    evaluated: Mapping[str, Sequences]
+
+    @classmethod
+    def open(cls, config: TrainConfig, folder: Path, runtime: Runtime) -> "RunText":
+        """Return the text of a run. Every rank calls it.
+
+        Raises:
+            UserError: As `open_text`, `open_validation` and `sequences_of`.
+        """
+        corpus = open_text(config, folder, runtime)
+        validation = open_validation(config, folder, runtime, corpus)
+        evaluated: dict[str, Sequences] = {}
+        if config.data.held_out_fraction:
+            evaluated[HELD_OUT] = sequences_of(corpus, config, "held_out")
+        evaluated |= {name: sequences_of(each, config, "all") for name, each in validation.items()}
+        return cls(corpus, validation, evaluated)
+
+    @property
+    def first_evaluated(self) -> Sequences:
+        """The sequences that an evaluation without a name reads."""
+        return next(iter(self.evaluated.values()))
+
+    def tokenizer(self) -> PromptTokenizer:
+        """Return the tokenizer of the data."""
+        return data.load_tokenizer(self.corpus.tokenizer_name)
+
+    def reports(self, config: TrainConfig) -> Iterator[str]:
+        """Yield the reports on the data of a run: on each source, and on each source of the validation data."""
+        own = self.corpus.tokenizer_name
+        is_there = own == data.ByteTokenizer.name or tokenizer_files(own)
+        tokenizer, parts = self.tokenizer() if is_there else None, validation_of(config, own)
+        validation = ((name, parts[name], self.validation[name]) for name in parts)
+        for name, given, found in (("data", config, self.corpus), *validation):
+            files = (found,) if isinstance(found, data.TokenFile) else found.files
+            for part, file in zip(parts_of(given) or [given], files, strict=True):
+                yield described(f"{name}: {part.data.source}", file, config.sequence_length, config.pack, tokenizer)
 
 
 def say_too_long(sequences: Sequences) -> None:

@@ -10,7 +10,7 @@ from bmburst import data
 from bmburst.checkpoint.files import RunProgress
 from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.waits import traced
-from bmburst.data.batches import Sequences
+from bmburst.data.mixture import MixedFiles
 from bmburst.errors import UserError
 from bmburst.inference.answering import generate
 from bmburst.launch.beginning import Beginning
@@ -40,18 +40,11 @@ from bmburst.train.monitor import StepMonitor
 from bmburst.train.objective import make_objective
 from bmburst.train.pipelined import run_stage
 from bmburst.train.report import RunReport
-from bmburst.train.resolve import write_run_config
 from bmburst.train.saves import RunSaves
 from bmburst.train.schedule import learning_rate
 from bmburst.train.sections import HELD_OUT
 from bmburst.train.step import StepFacts, exchange
-from bmburst.train.text import (
-    open_text,
-    open_validation,
-    reports_of,
-    sequences_of,
-    sequences_of_epochs,
-)
+from bmburst.train.text import RunText, sequences_of, sequences_of_epochs
 
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
@@ -93,7 +86,6 @@ class Trainer:
         config: The same, with "auto" replaced by what was chosen, and "node" by the ranks of a node.
         runtime: This rank.
         mesh: The ranks.
-        corpus: The tokens.
         batches: The position in them.
         model: A `bmburst.blocks.model.Llama`, sharded by ZeRO.
         optimizer: AdamW over this rank's shards.
@@ -107,7 +99,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, beginning: Beginning | None = None) -> None:
         if config.output is None:
             raise UserError("output is not set\nfix: give the path of the run folder, TrainConfig(output=...)")
-        self._asked, self._beginning = config, beginning or Beginning()
+        self._beginning, asked = beginning or Beginning(), config
         parallel = config.parallel
         self.runtime = start(seed=config.seed, tensor=parallel.tensor_parallel, pipe=parallel.pipeline_parallel)
         config.validate(self.runtime.world_size)
@@ -124,7 +116,7 @@ class Trainer:
             data=parallel.data_parallel, sequence=parallel.sequence_parallel, heads=parallel.head_parallel
         )
         group = zero_group_for(config, self.mesh, bmt.config["local_size"])
-        self._groups = ZeroGroups.of(self.mesh, group)
+        groups = ZeroGroups.of(self.mesh, group)
         config = config.with_parallel(zero_group=group)
         config = config.with_parallel(zero_level=zero_level_for(config, self.mesh, bmt.config["local_size"]))
         recompute = recompute_for(config, self.mesh, bmt.config["local_size"])  # checks memory before reading the data
@@ -134,14 +126,8 @@ class Trainer:
         memory, compiled = HostMemory(), compile_kernels(config, self.mesh, on_host=self.runtime.on_host)
         if not self.runtime.on_host:
             memory.prepare(offloaded_pieces(config, self.runtime.world_size))
-        self.corpus = open_text(config, self.folder, self.runtime)
-        self._validation = open_validation(config, self.folder, self.runtime, self.corpus)
+        self._text = RunText.open(config, self.folder, self.runtime)
         tokenizer = kept_by_rank_0(self.corpus, config, self.runtime)
-        self._evaluated: dict[str, Sequences] = {}
-        if config.data.held_out_fraction:
-            self._evaluated[HELD_OUT] = sequences_of(self.corpus, config, "held_out")
-        for name, each in self._validation.items():
-            self._evaluated[name] = sequences_of(each, config, "all")
         sequences = sequences_of(self.corpus, config, "train")
         self.batches = data.Batches(
             sequences,
@@ -156,17 +142,17 @@ class Trainer:
         cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self._loader = Loader(cut, self.runtime.device, numbered=bool(config.lora.dropout))
         self._beginning.end("data")
-        make_model = model_maker(config, self.mesh, memory, self._groups)
+        make_model = model_maker(config, self.mesh, memory, groups)
         self.model = make_model(recompute=recompute, seed=config.seed, lora=config.lora if config.lora.is_on else None)
         self.optimizer = build_optimizer(
             self.model, config.optimizer, outward_ratio=config.lora.loraplus_lr_ratio, seed=config.seed
         )
-        self._norms, self._sums = GradientNorms(self.model), GradientSums(self.model, self._groups)
+        self._norms, self._sums = GradientNorms(self.model), GradientSums(self.model, groups)
         self._objective = make_objective(config, self.model, make_model, self.mesh, cut, self.runtime.device)
         self._manager = bmt.optim.OptimManager(loss_scale=None)  # no overflow check: `exchange` finds overflows
         self._manager.add_optimizer(self.optimizer)
         self._monitor = StepMonitor(config, self.mesh, self.runtime)
-        self.saves = RunSaves(config, self.model, self.optimizer, tokenizer)
+        self.saves = RunSaves(config, self.model, self.optimizer, tokenizer, asked)
         self.steps_done = 0
         self._beginning.end("model")
         compiled()  # its allocations must not happen during the capture of a CUDA graph
@@ -182,6 +168,11 @@ class Trainer:
         """The run folder."""
         assert self.config.output is not None
         return self.config.output
+
+    @property
+    def corpus(self) -> data.TokenFile | MixedFiles:
+        """The tokens of the training data."""
+        return self._text.corpus
 
     @property
     def cut(self) -> SequenceShard:
@@ -261,12 +252,13 @@ class Trainer:
         *parts, last = batch.micro_batches(self.config.micro_batch_size)
         with self._monitor.clock.work(), self.model.model.gather_memory.unchanged():
             if self.mesh.shape.pipe > 1:
-                run_stage(
-                    self.model,
-                    (*parts, last),
-                    lambda part, stream: self._manager.scale_loss(objective.forward(part, stream)),
-                    gathers_once=self.config.parallel.zero_level == 2,
-                )
+                with self._sums.backward(is_last=True):
+                    run_stage(
+                        self.model,
+                        (*parts, last),
+                        lambda part, stream: self._manager.scale_loss(objective.forward(part, stream)),
+                        gathers_once=self.config.parallel.zero_level == 2,
+                    )
             else:
                 for part in (*parts, last):
                     with traced("forward"):
@@ -363,11 +355,11 @@ class Trainer:
         Args:
             name: "held_out", or the name of a validation file; None: the first of them.
         """
-        name = next(iter(self._evaluated)) if name is None else name
+        name = next(iter(self._text.evaluated)) if name is None else name
         data_ranks = self.mesh.shape.data
         part = {"data_rank": self.mesh.data_rank, "data_parallel": data_ranks}
         limit = self.config.eval_sequences
-        batches = data.evaluation_batches(self._evaluated[name], batch_size=data_ranks, limit=limit, **part)
+        batches = data.evaluation_batches(self._text.evaluated[name], batch_size=data_ranks, limit=limit, **part)
         return EvalMetrics(step=self.steps_done, data=name, **asdict(self._objective.measure(batches)))
 
     def save(self, *, wait: bool = True) -> Path:
@@ -387,8 +379,7 @@ class Trainer:
         Args:
             show: Called with each piece of text as soon as it is generated.
         """
-        first = next(iter(self._evaluated.values()))
-        tokenizer, prompt = data.load_tokenizer(self.corpus.tokenizer_name), first.prompt(_PROMPT_TOKENS)
+        tokenizer, prompt = self._text.tokenizer(), self._text.first_evaluated.prompt(_PROMPT_TOKENS)
         show(f"{tokenizer.decode(prompt)}|")
         made = generate(self.model, self.mesh, prompt, self.config.sampled, tokenizer, self.config.seed, show)
         return f"{tokenizer.decode(prompt)}|{tokenizer.decode(made)}\n"
@@ -413,16 +404,16 @@ class Trainer:
 
         if self.is_main:
             memory = expected_memory(self.config, self.runtime.world_size, bmt.config["local_size"])
-            totals = {name: len(each.evaluated()) for name, each in self._evaluated.items()}
+            totals = {name: len(each.evaluated()) for name, each in self._text.evaluated.items()}
             counts = len(self.batches.sequences), totals.get(HELD_OUT, 0)
-            for text in reports_of(self.config, self.corpus, self._validation):
+            for text in self._text.reports(self.config):
                 report.note(text)
             for name, total in totals.items():
                 if total > self.config.eval_sequences:
                     most, what = self.config.eval_sequences, name.replace("_", "-")
                     report.note(f"evaluations take {most:,} of {total:,} sequences of {what}: --eval-sequences")
             report.begin(self.mesh.shape, counts, self.corpus.tokenizer_name, memory)
-            if (groups := self._groups).count > 1:
+            if (groups := self._sums.groups).count > 1:
                 report.note(f"ZeRO over {groups.ranks} ranks; {groups.count} groups sum their gradients once a step")
         report.note(self._monitor.no_peak)
 
@@ -434,7 +425,7 @@ class Trainer:
         self._beginning.end("first step")
         report.began(self._beginning)
         if self.is_main:
-            write_run_config(self._asked, self.folder)
+            self.saves.write_config(self.folder)
         report.note(self.saves.go_beside_training(self.folder, self.progress))
 
     def _evaluate_and_save(self, report: RunReport) -> None:
@@ -444,7 +435,7 @@ class Trainer:
         if stopped and saves:  # before an evaluation, because there may be little time left
             self._save(report)
         if is_last or _is_due(config.eval_every, done):
-            for name in self._evaluated:
+            for name in self._text.evaluated:
                 with report.doing(f"measuring the loss of {name.replace('_', '-')} text"):
                     report.held_out(self.evaluate(name))
         if not stopped and saves and (is_last or _is_due(config.checkpoint_every, done)):
@@ -476,8 +467,8 @@ class Trainer:
             self.model,
             self.mesh,
             self.cut,
-            next(iter(self._evaluated.values())),
-            data.load_tokenizer(self.corpus.tokenizer_name),
+            self._text.first_evaluated,
+            self._text.tokenizer(),
             device=self.runtime.device,
             limit=self.config.eval_sequences,
         )

@@ -59,6 +59,25 @@ def test_help_shows_the_twenty_settings_that_people_use(capsys):
     says(refused(capsys, "train", "--help", "everything"), "--help everything | all")
 
 
+@pytest.mark.parametrize(
+    ("command", "shown", "hidden"),
+    [
+        ("plan", "--optimizer.state | [float32] | --nproc | [8; with", "--shared-prompt | --lora.rank_pattern"),
+        ("eval", "--checkpoint | --by-position | --depths | [0,.25,.5,.75,1]", "--text-field | --hang-timeout"),
+        ("generate", "--prompt | --dtype | Type of weights [auto]", "--min-p | --chunk-tokens"),
+    ],
+)
+def test_help_of_other_commands_shows_at_most_twenty_in_a_line_each(capsys, command, shown, hidden):
+    assert main([command, "--help"]) == 0
+    _, *lines = re.split(r"\n(?=  --)", short := capsys.readouterr().out.rstrip())
+    assert 15 <= len(lines) <= 20 and not any("\n" in line for line in lines)
+    says(short, shown, f"bmburst {command} --help all", lines=30)
+    assert main([command, "--help", "all"]) == 0
+    whole = capsys.readouterr().out
+    for name in hidden.split(" | "):
+        assert name not in short and f"  {name} " in whole
+
+
 def option_of(leaf):
     if leaf.name == "data.source":
         return "data"

@@ -31,6 +31,8 @@ from tests.distributed.forked import as_here, server
 
 LARGEST = 4
 """The most ranks that are kept of each kind."""
+_LOST_PEER = "Connection closed by peer", "Connection reset by peer"  # gloo's words in a failure
+_PATIENCE = 5.0  # seconds until the end of the lost peer is seen
 
 Around = Callable[..., contextlib.AbstractContextManager[None]]
 
@@ -99,6 +101,9 @@ class Job:
         try:
             failure = rank.answer()
             if failure is not None:
+                if any(words in failure for words in _LOST_PEER):  # a killed process closes its sockets before it ends
+                    for connection in multiprocessing.connection.wait(list(self._left), _PATIENCE):
+                        self._take(self._left.pop(connection))
                 message = f"\n\n-- Process {number} terminated with the following error:\n{failure}"
                 raise ProcessRaisedException(message, number, rank.pid)
         except EOFError:

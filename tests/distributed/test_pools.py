@@ -135,6 +135,8 @@ def _one_fails():
 def test_a_rank_that_is_lost_or_late_fails_the_job(start, tmp_path):
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
         start(2, _one_is_killed)
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        start(2, _other_sees_it_first)
     with pytest.raises(TimeoutError, match="_one_is_late on 2 ranks"):
         start(2, _one_is_late, seconds=1)
     start(2, _finds_a_new_process)
@@ -144,6 +146,13 @@ def _one_is_killed():
     if _rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
+
+
+def _other_sees_it_first():
+    if _rank() == 1:
+        raise ConnectionError("Connection closed by peer")
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _one_is_late():

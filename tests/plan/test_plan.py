@@ -367,3 +367,14 @@ def test_any_number_of_gpus_has_a_way_that_leaves_none_without_a_token():
         candidates(task(sequence=3, gpus=64, nodes=8))
     for gpus, batch in product((1, 2, 3), (1, 5)):
         assert candidates(task(gpus=gpus, batch=batch))
+
+
+@pytest.mark.parametrize("more", [(), ("--micro-batch-size", "2")], ids=["alone", "micro-batch"])
+def test_a_pipeline_has_the_batch_that_training_gives_it(more, capsys):
+    """A micro-batch for each stage; all degrees that are tried have that of the largest."""
+    asked = "plan --preset llama-3-8b --sequence-length 4K --nproc 4 --ways 1 --pipeline-parallel"
+    micro = int(more[1]) if more else 1
+    trained = resolve((), {"parallel.pipeline_parallel": "4", "micro_batch_size": str(micro)})
+    for degrees in ("4", "1,2,4"):
+        assert main([*asked.split(), degrees, *more]) == 0
+        says(capsys.readouterr().out.splitlines()[0], f"4K tokens x {trained.batch_size} a step")

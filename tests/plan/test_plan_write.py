@@ -13,7 +13,7 @@ import yaml
 
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
-from bmburst.cli.files import FIRST_LINE, settings_of
+from bmburst.cli.recipe import FIRST_LINE, settings_of
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.ways import candidates
 from bmburst.train.resolve import resolve

@@ -6,7 +6,7 @@ import pytest
 
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
-from bmburst.cli.files import settings_of
+from bmburst.cli.recipe import settings_of
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import vocabulary_matrices
 from bmburst.plan.memory import memory_of

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmburst.blocks.config import LoRAConfig
+from bmburst.comm.checks import contents
+from bmburst.comm.communicator import gather_objects
 from bmburst.loss import global_mean
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.documents import Documents
@@ -93,7 +96,22 @@ def compare(folder: Path, split: Split, names: list[str]) -> None:
         seen["parameters"] = {s.name: gather(s) for s in named_shards(trainer.model)}
         seen["tokens"], seen["skipped"] = facts.tokens, trainer.progress.skipped
         seen["eval"] = asdict(trainer.evaluate())
+        if split == Split(2):
+            _add_twice(trainer)
         torch.save(seen, folder / f"{name}-{split}-rank{trainer.runtime.rank}.pt")
+
+
+def _add_twice(trainer: Any) -> None:
+    """Take the gradient of a batch twice before an update, also that of a tied table; both stages hold equal bits."""
+    from bmburst.zero import gradient_of, named_shards
+
+    batch = trainer.next_batch()
+    once, twice = (trainer.backward(batch).grad_norm for _ in range(2))
+    assert twice == pytest.approx(2 * once, rel=1e-5)
+    if trainer.config.model.tie_embeddings:
+        (table,) = (each for each in named_shards(trainer.model) if "embed_tokens" in each.name)
+        found = gather_objects(trainer.mesh.world, contents(gradient_of(table)))
+        assert found[0] == found[1]
 
 
 def _refusals() -> None:

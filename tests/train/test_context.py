@@ -39,7 +39,7 @@ def reported(folder: Path, name: str) -> None:
         trainer.model,
         trainer.mesh,
         trainer.cut,
-        trainer._evaluated["held_out"],
+        trainer._text.evaluated["held_out"],
         tokenizer,
         device=torch.device("cpu"),
         limit=None,
@@ -47,7 +47,7 @@ def reported(folder: Path, name: str) -> None:
     trainer.save()
     if trainer.is_main:
         found.write(trainer.folder)
-        batches = data.evaluation_batches(trainer._evaluated["held_out"], limit=None)
+        batches = data.evaluation_batches(trainer._text.evaluated["held_out"], limit=None)
         rows = [
             ([each.tolist() for each in batch.read(row, range(LENGTH))], list(batch.documents[row]))
             for batch in batches

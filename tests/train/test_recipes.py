@@ -12,7 +12,7 @@ import yaml
 from benchmarks import train_jobs
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
-from bmburst.cli.files import FIRST_LINE
+from bmburst.cli.recipe import FIRST_LINE
 from bmburst.plan.search import predict
 from bmburst.schedule.hardware import load_hardware
 from bmburst.train.machine import planned

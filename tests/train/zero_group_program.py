@@ -94,7 +94,7 @@ def copies(folder: Path) -> None:
     real = bmt.nccl.allReduce
 
     def counted(source: Any, *others: Any) -> None:
-        if others[-1] is trainer._groups.between:
+        if others[-1] is trainer._sums.groups.between:
             summed.append(source.size())
         real(source, *others)
 
