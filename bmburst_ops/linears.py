@@ -10,7 +10,9 @@ they are separate parameters that ZeRO gathers one by one.
 A low-rank term of a frozen layer (LoRA, arXiv:2106.09685) is scale * (dropout(x) @ a.T) @ b.T.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,6 +110,63 @@ class LowRank:
             total[tokens] += dropout.at(tokens)(of_inner[tokens] @ a)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class WeightProduct:
+    """The gradient of a weight that backward has not computed yet.
+
+    Attributes:
+        weight: The weight itself, which identifies it.
+        shape: Its shape in backward.
+        grad: The gradient of the layer's result, `[tokens, rows]`.
+        states: The layer's input, `[tokens, in]`.
+        rows: The rows of the weight that the layer uses.
+    """
+
+    weight: Tensor
+    shape: torch.Size
+    grad: Tensor
+    states: Tensor
+    rows: slice
+
+    def gradient(self) -> Tensor:
+        """Return the gradient of the whole weight."""
+        return _in_rows(self.grad.t() @ self.states, self.shape, self.rows)
+
+
+class LaterProducts:
+    """Collects the gradients of weights that backward passes leave for later, pass by pass.
+
+    No other layer and no other rank needs the gradient of a weight, but some wait for that of an input: the stages of a
+    pipeline (zero bubble, arXiv:2401.10241). Until then, the inputs of the layers and the gradients of their results
+    stay in memory.
+
+    Attributes:
+        is_open: Whether backward leaves these gradients now.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._passes: deque[list[WeightProduct]] = deque()
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Leave the gradients of weights in the backward pass inside the `with` block."""
+        self._passes.append([])
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+
+    def add(self, product: WeightProduct) -> None:
+        """Add a product of the pass that is running."""
+        self._passes[-1].append(product)
+
+    def take(self) -> list[WeightProduct]:
+        """Return the products of the oldest pass, and forget them."""
+        return self._passes.popleft()
+
+
 class _Linears(torch.autograd.Function):
     """`F.linear` with some rows of each weight, which saves the parameters themselves for backward.
 
@@ -126,11 +185,12 @@ class _Linears(torch.autograd.Function):
         rows: Sequence[slice],
         is_needed: bool,
         terms: Sequence[LowRank | None],
+        later: LaterProducts | None,
         *matrices: Tensor,
     ) -> tuple[Tensor, ...]:
-        reads_x = any(ctx.needs_input_grad[4:])  # frozen weights have no gradient
+        reads_x = any(ctx.needs_input_grad[_FIRST:])  # frozen weights have no gradient
         ctx.save_for_backward(*((x,) if reads_x else ()), *matrices)
-        ctx.rows, ctx.shape, ctx.reads_x = rows, x.shape, reads_x
+        ctx.rows, ctx.shape, ctx.reads_x, ctx.later = rows, x.shape, reads_x, later
         # Without their matrices, which autograd saves: ZeRO-3 frees the data and gathers it again.
         ctx.terms = [None if term is None else (term.scale, term.dropout) for term in terms]
         parts = [_of_rows(weight, own) for weight, own in zip(matrices, rows, strict=False)]
@@ -147,22 +207,28 @@ class _Linears(torch.autograd.Function):
         grads = [grad.flatten(0, -2) for grad in grad_outputs]
         parts = [_of_rows(weight, own) for weight, own in zip(weights, ctx.rows, strict=True)]
         grad_x = sum_of_products(grads, parts) if ctx.needs_input_grad[0] else None
-        of_weights = [
-            _in_rows(grad.t() @ states, weight, own) if wanted else None
-            for grad, weight, own, wanted in zip(grads, weights, ctx.rows, ctx.needs_input_grad[4:], strict=False)
-        ]
+        of_weights: list[Tensor | None] = []
+        for grad, weight, own, wanted in zip(grads, weights, ctx.rows, ctx.needs_input_grad[_FIRST:], strict=False):
+            product = WeightProduct(weight, weight.shape, grad, states, own) if wanted else None
+            if product is not None and ctx.later is not None and ctx.later.is_open:
+                ctx.later.add(product)
+                product = None
+            of_weights.append(None if product is None else product.gradient())
         for grad, own, kept in zip(grads, ctx.rows, ctx.terms, strict=True):
             if kept is not None:
                 scale, dropout = kept
                 term = LowRank(next(of_terms), next(of_terms), scale, own, dropout)
-                wanted = ctx.needs_input_grad[4 + len(of_weights) :][:2]
+                wanted = ctx.needs_input_grad[_FIRST + len(of_weights) :][:2]
                 wide = grad.dtype if dropout is None else torch.promote_types(grad.dtype, torch.float32)
                 sums = [GradientSum(wide) if each else None for each in wanted]
                 low_rank_backward(states, grad, term, sums, grad_x)
                 totals = (None if each is None else each.total for each in sums)
                 of_a, of_b = (None if total is None else total.to(grad.dtype) for total in totals)
-                of_weights += [of_a, None if of_b is None else _in_rows(of_b, term.b, own)]
-        return None if grad_x is None else grad_x.view(ctx.shape), None, None, None, *of_weights
+                of_weights += [of_a, None if of_b is None else _in_rows(of_b, term.b.shape, own)]
+        return None if grad_x is None else grad_x.view(ctx.shape), *[None] * (_FIRST - 1), *of_weights
+
+
+_FIRST = 5  # arguments of `_Linears` before the matrices
 
 
 def _result(x: Tensor, weight: Tensor, term: LowRank | None) -> Tensor:
@@ -188,11 +254,11 @@ def _of_rows(weight: Tensor, rows: slice) -> Tensor:
 _ALL = slice(None)
 
 
-def _in_rows(gradient: Tensor, weight: Tensor, rows: slice) -> Tensor:
+def _in_rows(gradient: Tensor, shape: torch.Size, rows: slice) -> Tensor:
     """Return the gradient of a whole weight, given that of some of its rows."""
-    if gradient.shape == weight.shape:
+    if gradient.shape == shape:
         return gradient
-    whole = torch.zeros_like(weight)
+    whole = gradient.new_zeros(shape)
     whole[rows] = gradient
     return whole
 
@@ -204,6 +270,7 @@ def linears(
     terms: Sequence[LowRank | None] | None = None,
     *,
     is_needed: bool = True,
+    later: LaterProducts | None = None,
 ) -> tuple[Tensor, ...]:
     """Return x @ weight[rows].T for each weight, plus its low-rank term if it has one.
 
@@ -213,6 +280,7 @@ def linears(
         rows: For each weight, the rows that are used. Default: all rows.
         terms: For each weight, its low-rank term with the same rows, or None. Default: no terms.
         is_needed: False leaves the results undefined, for a recomputation that ends here; gradients are the same.
+        later: Receives the gradients of the weights while it is open; those of low-rank terms are computed at once.
 
     Returns:
         For each weight `[..., width]` in x's dtype, where width is the number of its rows.
@@ -221,7 +289,7 @@ def linears(
     added = [None] * len(weights) if terms is None else terms
     matrices = [each for term in added if term for each in (term.a, term.b)]
     results: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
-        *(x, chosen, is_needed, added), *weights, *matrices
+        *(x, chosen, is_needed, added, later), *weights, *matrices
     )
     return results
 

@@ -8,7 +8,7 @@ A slot keeps the weights of its block until another block needs it. With room fo
 computes while the next one is gathered. With room for all blocks it is ZeRO-2: backward finds what forward gathered.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -117,13 +117,13 @@ class GradientMemory:
     scattered: Any = None
 
     @torch.no_grad()
-    def collect(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Copy the gradients of a block's parameters; those without one get zeros. Backward has made them just now."""
+    def collect(self, gradients: Sequence[Tensor | None]) -> None:
+        """Copy the gradients of a block's parameters, in order; None: zeros. Backward has made them just now."""
         if self.scattered is None:
             self.scattered = torch.cuda.Event()
         else:
             current().wait_event(self.scattered)
-        pairs = [(view, each.grad) for view, each in zip(self.views, parameters, strict=True) if view is not None]
+        pairs = [(view, each) for view, each in zip(self.views, gradients, strict=True) if view is not None]
         missing = [view for view, gradient in pairs if gradient is None]
         if missing:
             torch._foreach_zero_(missing)

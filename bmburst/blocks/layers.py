@@ -32,7 +32,7 @@ from bmburst.errors import UserError
 from bmburst_ops.dropout import Dropout
 from bmburst_ops.dropout import keys as column_keys
 from bmburst_ops.errors import first_order
-from bmburst_ops.linears import LowRank, linears
+from bmburst_ops.linears import LaterProducts, LowRank, linears
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.nf4 import Layout
 from bmburst_ops.rms_norm import rms_norm, stream_norm
@@ -79,6 +79,9 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
             (row-parallel: the product is the sum of all ranks' results); None, neither. See the module's docstring.
         rows: The outputs that this rank computes.
         bias: Whether there is a bias; not with `split`.
+
+    Attributes:
+        later: Receives the gradient of the weight while it is open; layers that share an input share it too.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         self._features = in_features, out_features
         self._dropout, self._name = 0.0, ""
         self._columns: Tensor | None = None
+        self.later: LaterProducts | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -170,7 +174,7 @@ def quantized_linears(module: torch.nn.Module) -> dict[str, Linear]:
 def project(x: Tensor, *matrices: Linear, keys: Tensor | None = None, is_needed: bool = True) -> tuple[Tensor, ...]:
     """Return the outputs of linear layers that share an input; backward accumulates its gradient inside the matmuls."""
     weights, rows, terms = zip(*[(each.weight, each.rows, each.adapter(keys)) for each in matrices], strict=True)
-    products = linears(x, weights, rows, terms, is_needed=is_needed)
+    products = linears(x, weights, rows, terms, is_needed=is_needed, later=matrices[0].later)
     pairs = zip(products, matrices, strict=True)
     return tuple([product + each.bias if each.has_bias else product for product, each in pairs])
 

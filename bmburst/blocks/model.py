@@ -28,9 +28,11 @@ from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow, make_mask
 from bmburst.schedule.parallelism import MeshShape
+from bmburst.schedule.pipeline import leaves_weights
 from bmburst.zero import describe, named_shards, scatter
 from bmburst_ops import nf4
 from bmburst_ops.errors import KernelError
+from bmburst_ops.linears import LaterProducts
 from bmburst_ops.rms_norm import choose_norm
 
 _IN_BLOCKS = ".layers."
@@ -122,7 +124,10 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
 
         def wrapped(block: TransformerBlock, number: int) -> bmt.Block:
             if not offload_weights:
-                return ShardedBlock(block, zero_level=zero_level, memory=memory)
+                recomputes, is_frozen = block.recompute.recomputes, lora is not None
+                leaves = leaves_weights(stage.number, recomputes=recomputes, is_frozen=is_frozen)
+                later = LaterProducts() if leaves else None
+                return ShardedBlock(block, zero_level=zero_level, memory=memory, later=later)
             made = StreamedBlock(block, copies, number, memory)
             if number == 0:  # reserve memory for the weights of the other blocks and for all gradients
                 host_memory.prepare(made.shard_bytes() * (config.num_layers - 1))

@@ -11,6 +11,7 @@ matrices; `weight` of each is then a plain tensor, until the block is released. 
 of frozen 16-bit weights, under every recompute policy and ZeRO stage, and with weights in host memory.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor
 
 from bmburst.blocks.gathering import GatherMemory, Layout, Slot, current
-from bmburst.blocks.layers import quantized_linears, with_graph
+from bmburst.blocks.layers import Linear, quantized_linears, with_graph
 from bmburst.comm.collectives import FlatStorage, launched_together
 from bmburst_ops import nf4
+from bmburst_ops.linears import LaterProducts
 
 AfterScatter = Callable[[Collection[torch.nn.Parameter]], Any]
 """Gets the storages of a block, whose gradients the load stream scatters; returns the stream that completes them."""
@@ -40,12 +42,21 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         zero_level: BMTrain's ZeRO stage, 2 or 3. With 2, `memory` needs room for all blocks. Of matrices in 4 bits, the
             bytes stay gathered.
         memory: Memory of gathered blocks, shared by all blocks of a list.
+        later: What backward may leave for `finish_backward`: the gradients of its linear layers' weights. None: it
+            always computes them.
 
     Attributes:
         after_scatter: Called in backward for each block; None: the gradient is complete when it is scattered.
     """
 
-    def __init__(self, module: torch.nn.Module, *, zero_level: int, memory: GatherMemory) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        zero_level: int,
+        memory: GatherMemory,
+        later: LaterProducts | None = None,
+    ) -> None:
         super().__init__(module, use_checkpoint=False, zero_level=zero_level)
         self.after_scatter: AfterScatter | None = None
         self._memory = memory
@@ -56,6 +67,10 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         self._views = _ShardViews(self)
         self._quantized = list(quantized_linears(module).values())
         self._aside: dict[str, Tensor] = {}
+        self.later, self._left = later, deque[list[Tensor | None]]()
+        for each in module.modules():
+            if isinstance(each, Linear):
+                each.later = later
 
     _ready: bool  # BMTrain's: whether the parameters are the gathered weights
 
@@ -120,16 +135,35 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         self.prepare(self.pre_module())
 
     def after_backward(self) -> None:
-        """Scatter the gradient and release the weights."""
+        """Scatter the gradient, unless `finish_backward` does, and release the weights."""
         if not self._is_in_backward:
             return
         self._is_in_backward = False
-        self.begin_scatter()
-        self._scatter()
-        load = bmt.config["load_stream"]
-        storages = self._storage_params.values()
-        self.end_scatter(load if self.after_scatter is None else self.after_scatter(storages))
+        gradients = [each.grad for each in self._ordered]
+        if self.later is not None and self.later.is_open:
+            self._left.append(gradients)
+        else:
+            self._give(gradients)
         self._leave(keep=False)
+        self._views.show_gradients()
+        if self._is_first_layer:
+            self._memory.end()
+
+    @torch.no_grad()
+    def finish_backward(self) -> None:
+        """Compute the gradients of weights that the oldest unfinished backward pass left, and scatter the gradient."""
+        assert self.later is not None
+        products = self.later.take()
+        if self._ready:  # weights are gathered and gradients are scattered once for several passes
+            for each in products:
+                gradient = each.gradient()
+                each.weight.grad = gradient if each.weight.grad is None else each.weight.grad.add_(gradient)
+            return
+        gradients, places = self._left.popleft(), {id(each): place for place, each in enumerate(self._ordered)}
+        while products:
+            product = products.pop()
+            gradients[places[id(product.weight)]] = product.gradient()
+        self._give(gradients)
         self._views.show_gradients()
         if self._is_first_layer:
             self._memory.end()
@@ -200,14 +234,22 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
             if not linear.weight.numel():
                 linear.weight.data = nf4.dequantize(linear.nf4.data, linear.shape, linear.weight.dtype)
 
+    def _give(self, gradients: list[Tensor | None]) -> None:
+        """Scatter the gradients of the parameters."""
+        self.begin_scatter()
+        self._scatter(gradients)
+        load = bmt.config["load_stream"]
+        storages = self._storage_params.values()
+        self.end_scatter(load if self.after_scatter is None else self.after_scatter(storages))
+
     @torch.no_grad()
-    def _scatter(self) -> None:
+    def _scatter(self, own: list[Tensor | None]) -> None:
         """Add up the gradients of all ranks, and those of micro-batches before, each rank its shard."""
         trained = {name: each for name, each in self._storage_params.items() if each.requires_grad}
         if not trained:
             return
         gradients = self._memory.gradients(self._layout, frozenset(trained))
-        gradients.collect(self._ordered)
+        gradients.collect(own)
         for name, storage in trained.items():
             info = self._storage_info[name]
             if storage.grad is None:

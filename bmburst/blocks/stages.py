@@ -109,6 +109,26 @@ class StageBlocks(bmt.TransformerBlockList):  # type: ignore[misc]  # BMTrain ha
             hidden = block(hidden, batch)
         return hidden
 
+    @property
+    def leaves_weights(self) -> bool:
+        """Whether backward can leave gradients of weights for `finish_backward`."""
+        return any(block.later is not None for block in self)
+
+    @contextmanager
+    def leaving_weights(self) -> Iterator[None]:
+        """Leave gradients of weights in the backward pass inside the `with` block, where blocks can."""
+        with ExitStack() as stack:
+            for block in self:
+                if block.later is not None:
+                    stack.enter_context(block.later.collecting())
+            yield
+
+    def finish_backward(self) -> None:
+        """Compute what the oldest unfinished backward pass left."""
+        for block in reversed(list(self)):
+            if block.later is not None:
+                block.finish_backward()
+
 
 def exchange(peer: int, sent: Tensor | None, received: Tensor | None) -> None:
     """Send a tensor to the rank with the same place in another stage, receive one from it, or both at the same time.

@@ -117,6 +117,15 @@ class StepMoments:
         away = block_parameters(self.model) * (1 - _VISITING / self.model.num_layers) if is_hosted else 0.0
         return (self.model.num_parameters - away) / self.candidate.shards * self.task.itemsize
 
+    def left_for_later(self) -> float:
+        """Return the bytes of what a block's linear layers keep for gradients of weights that come later.
+
+        These are their inputs and the gradients of their outputs. An MLP in chunks computes its gradients at once.
+        """
+        attention = self.normed + 2 * self.query + 2 * self.key + self.whole_hidden
+        mlp = 0.0 if self.is_cut else self.normed + 3 * self.inner + self.whole_hidden
+        return attention + mlp
+
     def moments(self) -> Moments:
         """The moments at which memory can peak."""
         return {

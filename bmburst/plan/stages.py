@@ -10,7 +10,7 @@ from bmburst.plan.counts import head_layers, held_block, table
 from bmburst.plan.moments import Lines, StepMoments
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware
-from bmburst.schedule.pipeline import PipelineSchedule, stage_layers
+from bmburst.schedule.pipeline import PipelineSchedule, leaves_weights, stage_layers
 
 
 def stage_of(candidate: Candidate, number: int) -> Candidate:
@@ -45,6 +45,19 @@ def stages_per_node(candidate: Candidate) -> float:
     return max(1.0, candidate.task.gpus_per_node * candidate.pipe / candidate.task.gpus)
 
 
+def schedule_of(candidate: Candidate) -> PipelineSchedule:
+    """Return the schedule of a pipeline, of as many micro-batches as are enough to tell how it begins and ends."""
+    splits = any(splitting_layers(candidate, number) for number in range(candidate.pipe))
+    return PipelineSchedule(candidate.pipe, min(candidate.micro_steps, 4 * candidate.pipe), splits)
+
+
+def splitting_layers(candidate: Candidate, number: int) -> int:
+    """Return the number of layers of a stage whose backward leaves gradients of weights for later."""
+    stage, is_frozen = stage_of(candidate, number), candidate.task.lora is not None
+    policies = stage.policy.of_layers(stage.task.model.num_layers)
+    return sum(leaves_weights(number, recomputes=each.recomputes, is_frozen=is_frozen) for each in policies)
+
+
 def kept_by_stage(candidate: Candidate, number: int, moments: StepMoments) -> Lines:
     """Return the bytes that a stage holds in addition to those of a model of its layers.
 
@@ -54,11 +67,17 @@ def kept_by_stage(candidate: Candidate, number: int, moments: StepMoments) -> Li
         moments: Those of a block of the stage.
     """
     stage = stage_of(candidate, number)
-    alive = PipelineSchedule(candidate.pipe, candidate.micro_steps).in_flight(number)
     policies = stage.policy.of_layers(stage.task.model.num_layers)
     kept = sum(policy.kept(moments.block) for policy in policies)
+    left = splitting_layers(candidate, number) * moments.left_for_later()
     sides = (number > 0) + (number < candidate.pipe - 1)  # input and output
-    lines = {"micro-batches in flight": (alive - 1) * kept + alive * sides * moments.hidden}
+    # A model of these layers holds one micro-batch. Where its backward leaves more than it frees, that counts.
+    lines = {
+        "micro-batches in flight": max(
+            (alive - 1) * kept + alive * sides * moments.hidden + later * left + (max(0.0, left - kept) if alive else 0)
+            for alive, later in schedule_of(candidate).held(number)
+        )
+    }
     if stage.zero == 2:
         task = stage.task
         blocks = held_block(task.model, stage.tensor) * task.model.num_layers * task.trained_in_blocks

@@ -27,9 +27,10 @@ from bmburst.plan.counts import (
     vocabulary_matrices,
 )
 from bmburst.plan.memory import block_bytes
-from bmburst.plan.stages import ends, send_seconds, stage_of
+from bmburst.plan.stages import schedule_of, send_seconds, splitting_layers, stage_of
 from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
+from bmburst.schedule.pipeline import PassTimes
 
 MEASURED_RANKS = 4  # over which the host's time of ZeRO was measured; more are taken for as many
 OUTSIDE_BLOCKS = 2  # host time of embedding, head and optimizer, in blocks
@@ -90,22 +91,43 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
 
 
 def _pipeline_time(candidate: Candidate, hardware: Hardware, operators: Operators) -> StepTime:
-    """Return the seconds of the slowest stage, whose micro-batches the others wait for.
-
-    The first stage waits for the last one as long as `pipe - 1` micro-batches take.
-    """
-    slowest, stages = None, candidate.pipe
-    for number in ends(candidate):
-        stage = stage_of(candidate, number)
-        time = _step_time(stage, hardware, operators, has_head=number == stages - 1)
+    """Return the seconds of the slowest stage, and of what it waits for the others in their schedule."""
+    times, passes = [], []
+    for number in range(candidate.pipe):
+        stage, is_last = stage_of(candidate, number), number == candidate.pipe - 1
+        time = _step_time(stage, hardware, operators, has_head=is_last)
+        once = time.optimizer
         if stage.zero == 2:  # weights are gathered and gradients scattered once a step, and nothing hides it
-            once = 2 * stage.task.model.num_layers * _gather(stage, hardware)
-            time = replace(time, zero=once if stage.task.gpus > stage.tensor else 0.0)
-        if slowest is None or time.total > slowest.total:
-            slowest = time
-    assert slowest is not None
-    bubble = (slowest.total - slowest.optimizer) * (stages - 1) / candidate.micro_steps
-    return replace(slowest, pipeline=bubble + send_seconds(candidate, hardware))
+            zero = 2 * stage.task.model.num_layers * _gather(stage, hardware)
+            time = replace(time, zero=zero if stage.task.gpus > stage.tensor else 0.0)
+            once += time.zero
+        forward = _forward(stage, hardware, operators, has_head=is_last)
+        later = splitting_layers(candidate, number) * _later(stage, hardware)
+        passes.append(PassTimes(forward, (time.total - once) / candidate.micro_steps - forward - later, later))
+        times.append(time)
+    schedule, slowest = schedule_of(candidate), max(each.total for each in passes)
+    waits = schedule.makespan(passes) - schedule.micro_batches * slowest  # more micro-batches add no more waits
+    time = max(times, key=lambda each: each.total)
+    return replace(time, pipeline=waits + send_seconds(candidate, hardware))
+
+
+def _forward(stage: Candidate, hardware: Hardware, operators: Operators, *, has_head: bool) -> float:
+    """Return the seconds of a stage's forward pass of a micro-batch. That of the head computes its gradients too."""
+    seconds = 0.0
+    for kind, count in stage.kinds:
+        attention = _attention(kind, hardware, operators).forward.total
+        seconds += count * (
+            _products(kind, hardware).forward + _elements(kind, hardware, operators).forward + attention
+        )
+    outside = _outside_layers(stage, hardware, operators)
+    return seconds + (outside["matmul"] + outside["elementwise"] if has_head else 0.0)
+
+
+def _later(stage: Candidate, hardware: Hardware) -> float:
+    """Return the seconds of a layer's gradients of weights that backward can leave for later."""
+    model, rows = stage.task.model, stage.rows
+    of_mlp = 3 * mlp_matrix(model, stage.tensor) if stage.mlp_rows < rows else 0  # an MLP in chunks leaves nothing
+    return hardware.matmul_seconds(2.0 * rows * (block_matrices(model, stage.tensor) - of_mlp), rows)
 
 
 def _step_time(candidate: Candidate, hardware: Hardware, operators: Operators, *, has_head: bool) -> StepTime:

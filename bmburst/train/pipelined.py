@@ -58,8 +58,8 @@ class PipelineStep:
 
     def run(self) -> None:
         """Accumulate the gradients of all micro-batches."""
-        stage = self._model.stage
-        for action in PipelineSchedule(stage.count, len(self._parts)).actions(stage.number):
+        stage, splits = self._model.stage, self._model.model.layers.leaves_weights
+        for action in PipelineSchedule(stage.count, len(self._parts), splits=splits).actions(stage.number):
             if isinstance(action, Transfer):
                 self._transfer(action)
             else:
@@ -67,7 +67,10 @@ class PipelineStep:
                     self._compute(action)
 
     def _compute(self, action: Compute) -> None:
-        number = action.micro_batch
+        number, layers = action.micro_batch, self._model.model.layers
+        if action.kind == "weights":
+            layers.finish_backward()
+            return
         if action.kind == "forward":
             part, stream = self._parts[number], self._inputs.get(number)
             if self._model.stage.is_last:
@@ -76,7 +79,8 @@ class PipelineStep:
             else:
                 self._outputs[number] = token_stream(self._model, part, stream)
             return
-        torch.autograd.backward(self._outputs.pop(number), self._gradients.pop(number, None))
+        with layers.leaving_weights():
+            torch.autograd.backward(self._outputs.pop(number), self._gradients.pop(number, None))
         if number in self._inputs:
             gradient = self._inputs.pop(number).grad
             assert gradient is not None

@@ -4,7 +4,8 @@ The reference is `bmtrain.Block`, whose gradients must be equal to the bit: both
 """
 
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -46,6 +47,28 @@ def _blocks_are_those_of_bmtrain():
                 assert made.counts == {}, (level, is_step)
     _weights_are_never_old()
     _gradients_are_put_aside()
+    _gradients_are_left_for_later()
+
+
+def _gradients_are_left_for_later():
+    """Those of weights come after other passes, in the order of their passes; those of biases wait for them."""
+    for widths in (WIDTHS, ALIKE):
+        wanted = _gradients(_blocks(widths, None, bias=True))
+        for level in (2, 3):
+            model = _blocks(widths, level, bias=True, leaves=True)
+            assert not any(each is not None for each in _gradients(model, around=partial(_leaving, model)))
+            for _ in range(BATCHES):
+                for block in reversed(list(model)):
+                    block.finish_backward()
+            assert all(map(torch.equal, _shards(model), wanted)), level
+
+
+@contextmanager
+def _leaving(model):
+    with ExitStack() as stack:
+        for block in model:
+            stack.enter_context(block.later.collecting())
+        yield
 
 
 def _gradients_are_put_aside():
@@ -112,14 +135,15 @@ def _counted(function, name, calls):
     return count
 
 
-def _blocks(widths, level):
-    """Return a list of linear blocks, of BMTrain's class if `level` is None."""
+def _blocks(widths, level, *, bias=False, leaves=False):
+    """Return a list of linear blocks, of BMTrain's class if `level` is None; `leaves`: they can leave gradients."""
     import bmtrain as bmt
 
     from bmburst.blocks.gathering import GatherMemory
     from bmburst.blocks.layers import Linear
     from bmburst.blocks.sharded import ShardedBlock
     from bmburst.zero import named_shards
+    from bmburst_ops.linears import LaterProducts
 
     class Failing(Linear):
         def forward(self, hidden):
@@ -127,13 +151,13 @@ def _blocks(widths, level):
                 raise ValueError("a failure")
             return super().forward(hidden)
 
-    linears = [Failing(a, b, dtype=torch.float32) for a, b in pairwise(widths)]
+    linears = [Failing(a, b, dtype=torch.float32, bias=bias) for a, b in pairwise(widths)]
     memory = GatherMemory(len(linears) if level == 2 else 2)
     model = bmt.TransformerBlockList(
         [
             bmt.Block(each, use_checkpoint=False)
             if level is None
-            else ShardedBlock(each, zero_level=level, memory=memory)
+            else ShardedBlock(each, zero_level=level, memory=memory, later=LaterProducts() if leaves else None)
             for each in linears
         ]
     )
@@ -142,14 +166,25 @@ def _blocks(widths, level):
     return model
 
 
-def _gradients(model, *, is_step=False):
-    """Return the shards of the gradients of several batches; `is_step`: weights stay gathered from one to the next."""
+def _gradients(model, *, is_step=False, around=nullcontext):
+    """Return the shards of the gradients of several batches; `is_step`: weights stay gathered from one to the next.
+
+    `around` returns a context for each batch.
+    """
     import bmtrain as bmt
 
     memory = getattr(model["0"], "_memory", None) if is_step else None
     with memory.unchanged() if memory else nullcontext():
         for number in range(BATCHES):
             batch = torch.linspace(number - 1, 1, 3 * 18 * (bmt.rank() + 1))[-54:].view(3, 18).requires_grad_()
-            model(batch).square().sum().backward()
+            with around():
+                model(batch).square().sum().backward()
+    return _shards(model)
+
+
+def _shards(model):
+    import bmtrain as bmt
+
     torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])
-    return [storage.grad.clone() for block in model for storage in block._storage_params.values()]
+    storages = [storage for block in model for storage in block._storage_params.values()]
+    return [None if storage.grad is None else storage.grad.clone() for storage in storages]

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bmburst_ops.linears import LowRank, linears
+from bmburst_ops.linears import LaterProducts, LowRank, linears
 from tests.live_bytes import LiveBytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,9 +21,12 @@ def problem(dtype, features=5, shape=(3, 7), scale=1.0):
 
 
 def gradients(results, leaves, seed=4):
+    return torch.autograd.grad(results, leaves, _random(results, seed))
+
+
+def _random(results, seed):
     generator = torch.Generator().manual_seed(seed)
-    grads = [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r) for r in results]
-    return torch.autograd.grad(results, leaves, grads)
+    return [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r) for r in results]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -45,6 +48,27 @@ def test_results_that_are_not_needed_leave_gradients_alone():
     assert [u.shape for u in undefined] == [r.shape for r in results]
     for ours, theirs in zip(gradients(undefined, leaves), gradients(results, leaves), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [None, ROWS])
+def test_gradients_of_weights_that_are_left_for_later_have_the_same_bits(rows):
+    """Two passes leave them one after another; a pass between them, and frozen weights, leave none."""
+    x, *weights = leaves = problem(torch.float32)
+    weights[1].requires_grad_(False)
+    moving = [x, weights[0], weights[2]]
+    wanted = [gradients(linears(x, weights, rows), moving, seed) for seed in (4, 5)]
+    later = LaterProducts()
+    results = [linears(x, weights, rows, later=later) for _ in range(3)]
+    for seed, result in zip((4, 5), results, strict=False):
+        with later.collecting():
+            of_x, *none = torch.autograd.grad(result, moving, _random(result, seed), allow_unused=True)
+        assert torch.equal(of_x, wanted[seed - 4][0]) and none == [None, None]
+    at_once = gradients(results[2], moving)
+    for one in wanted:
+        products = later.take()
+        assert [id(each.weight) for each in products] == [id(weights[0]), id(weights[2])]
+        assert all(map(torch.equal, (each.gradient() for each in products), one[1:]))
+    assert all(map(torch.equal, at_once, wanted[0])) and len(leaves) == 4
 
 
 @pytest.mark.parametrize("frozen", range(4))

@@ -6,15 +6,18 @@ import shlex
 
 import pytest
 
+from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.counts import CURRENT
 from bmburst.plan.memory import memory_of
+from bmburst.plan.moments import StepMoments
 from bmburst.plan.search import predict, search
-from bmburst.plan.stages import send_seconds
+from bmburst.plan.stages import kept_by_stage, send_seconds, splitting_layers, stage_of
 from bmburst.plan.step import step_time
 from bmburst.schedule.hardware import load_hardware
-from bmburst.schedule.pipeline import Compute, PipelineSchedule
+from bmburst.schedule.pipeline import Compute, PassTimes, PipelineSchedule
 from tests.refusals import says
 
 H200 = load_hardware("h200")
@@ -47,13 +50,63 @@ def _makespan(stages: int, micro_batches: int, forward: float, backward: float) 
     return max(free)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 12)])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 32), (4, 4), (4, 12)])
 def test_bubble_is_that_of_the_schedule(stages: int, micro_batches: int) -> None:
-    way = _way(pipe=stages, batch=micro_batches)
+    way = _even(_way(pipe=stages, batch=micro_batches))
     time = step_time(way, H200)
     work = (time.total - time.pipeline - time.optimizer) / micro_batches
     wanted = _makespan(stages, micro_batches, work / 3, 2 * work / 3)
-    assert time.total - time.optimizer == pytest.approx(wanted + send_seconds(way, H200), rel=1e-9)
+    assert time.total - time.optimizer == pytest.approx(wanted + send_seconds(way, H200), rel=1e-3)
+
+
+def _even(way: Candidate) -> Candidate:
+    """Return the same of a model whose head takes no time, so that all stages are alike."""
+    return dataclasses.replace(
+        way, task=dataclasses.replace(way.task, model=dataclasses.replace(way.task.model, vocab_size=8))
+    )
+
+
+def test_bubble_is_shorter_by_the_gradients_of_weights_where_layers_are_not_recomputed() -> None:
+    """Two stages wait for F + B - W and not for F + B + W; a third of a layer's products are W."""
+    for recompute, lora, times in (("none", None, 2), ("block", None, 0), ("none", LoRAConfig(rank=8), 0)):
+        way = _even(_way(pipe=2, recompute=recompute))
+        way = dataclasses.replace(way, task=dataclasses.replace(way.task, lora=lora))
+        time = step_time(way, H200)
+        work = time.total - time.pipeline - time.optimizer
+        waits = time.pipeline - send_seconds(way, H200)
+        assert waits == pytest.approx((work - times * time.matmul / 3) / 8, rel=1e-3)
+
+
+def test_planner_counts_the_schedule_of_few_micro_batches_for_many() -> None:
+    for splits in (True, False):
+        times = [PassTimes(2.0, 3.0, 1.0), PassTimes(1.0, 3.0, 1.5), PassTimes(4.0, 2.0, 2.0)]
+        few, many = (PipelineSchedule(3, count, splits).makespan(times) for count in (12, 50))
+        assert many == pytest.approx(few + 38 * 8.0)
+
+
+def test_slow_head_is_counted_on_the_last_stage() -> None:
+    """With a head as long as 40 of 4 layers, the step is the last stage's, and the first stage's beginning and end."""
+    way = _way(pipe=2, layers=4, recompute="none")
+    long = dataclasses.replace(way.task.model, vocab_size=40 * MODEL.vocab_size)
+    way = dataclasses.replace(way, task=dataclasses.replace(way.task, model=long))
+    time = step_time(way, H200)
+    assert time.matmul / 8 > 0.9 * H200.matmul_seconds(6.0 * way.rows * 40 * MODEL.vocab_size * 4096, 1024)
+    assert time.pipeline < 0.1 * time.total
+
+
+def test_stage_that_splits_holds_inputs_and_gradients_of_its_matrices() -> None:
+    """The last of 2 stages: when it computes what two micro-batches left, it holds no activations."""
+    way = _way(pipe=2, recompute="none", layers=4)
+    model, rows = way.task.model, way.rows
+    inputs = 3 * model.hidden_size + model.intermediate_size
+    outputs = 2 * model.hidden_size + 2 * 1024 + 2 * model.intermediate_size + model.hidden_size
+    moments = StepMoments(stage_of(way, 1), CURRENT)
+    assert moments.left_for_later() == 2 * rows * (inputs + outputs)
+    alone = kept_by_stage(dataclasses.replace(way, recompute="block"), 1, moments)["micro-batches in flight"]
+    assert alone == rows * model.hidden_size * 2  # the stream that it received
+    more = kept_by_stage(way, 1, moments)["micro-batches in flight"]
+    assert more >= splitting_layers(way, 1) * moments.left_for_later() > 0
+    assert splitting_layers(way, 0) == 0
 
 
 def test_a_stage_holds_its_layers_and_as_many_micro_batches_as_there_are_stages_after_it() -> None:
