@@ -24,7 +24,7 @@ from tests.train import cases, run_program
 
 LAYERS, SKIPPED, SAVED, STEPS = 5, 2, 2, 4
 _SHAPE = replace(run_program.SHAPE, num_heads=4, num_kv_heads=2, num_layers=LAYERS)
-_TIED = replace(_SHAPE, tie_embeddings=True, vocab_size=600, qkv_bias=True)  # its head is as 2.3 layers
+_TIED = replace(_SHAPE, tie_embeddings=True, vocab_size=600)  # its head takes as long as 2.3 layers
 # 47 tokens are padded on 2 ranks. As many micro-batches as 4 stages, or as 2 stages with 2 data ranks each.
 _SHARED: dict[str, Any] = {"sequence_length": 47, "batch_size": 4, "micro_batch_size": 1}
 _SHARED |= {"keep_checkpoints": 9, "steps": 99}
