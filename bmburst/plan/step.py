@@ -44,7 +44,7 @@ class StepTime:
     Attributes:
         attention: The kernel, forward and backward, and the merging of partial results.
         matmul: Products with the weights of blocks and head.
-        elementwise: Norms, activation, rotary embedding, cross entropy.
+        elementwise: Norms, activation, rotary embedding, cross entropy, and sums of gradients over micro-batches.
         recompute: Recomputation in backward.
         attention_communication: Exposed transfers of attention.
         zero: Exposed transfers of weights and gradients, also between ZeRO groups.
@@ -95,7 +95,7 @@ def _pipeline_time(candidate: Candidate, hardware: Hardware, operators: Operator
     times, passes = [], []
     for number in range(candidate.pipe):
         stage, is_last = stage_of(candidate, number), number == candidate.pipe - 1
-        time = _step_time(stage, hardware, operators, has_head=is_last)
+        time = _step_time(stage, hardware, operators, has_head=is_last, sums_whole=stage.zero == 2)
         once = time.optimizer
         if stage.zero == 2:  # weights are gathered and gradients scattered once a step, and nothing hides it
             zero = 2 * stage.task.model.num_layers * _gather(stage, hardware)
@@ -105,10 +105,9 @@ def _pipeline_time(candidate: Candidate, hardware: Hardware, operators: Operator
         later = splitting_layers(candidate, number) * _later(stage, hardware)
         passes.append(PassTimes(forward, (time.total - once) / candidate.micro_steps - forward - later, later))
         times.append(time)
-    schedule, slowest = schedule_of(candidate), max(each.total for each in passes)
-    waits = schedule.makespan(passes) - schedule.micro_batches * slowest  # more micro-batches add no more waits
-    time = max(times, key=lambda each: each.total)
-    return replace(time, pipeline=waits + send_seconds(candidate, hardware))
+    schedule, slowest = schedule_of(candidate), max(range(candidate.pipe), key=lambda number: passes[number].total)
+    waits = schedule.makespan(passes) - schedule.micro_batches * passes[slowest].total  # more of them add no waits
+    return replace(times[slowest], pipeline=waits + send_seconds(candidate, hardware))
 
 
 def _forward(stage: Candidate, hardware: Hardware, operators: Operators, *, has_head: bool) -> float:
@@ -130,7 +129,18 @@ def _later(stage: Candidate, hardware: Hardware) -> float:
     return hardware.matmul_seconds(2.0 * rows * (block_matrices(model, stage.tensor) - of_mlp), rows)
 
 
-def _step_time(candidate: Candidate, hardware: Hardware, operators: Operators, *, has_head: bool) -> StepTime:
+def _step_time(
+    candidate: Candidate, hardware: Hardware, operators: Operators, *, has_head: bool, sums_whole: bool = False
+) -> StepTime:
+    """Return the seconds of a step without a pipeline, or of a stage.
+
+    Args:
+        candidate: The way to train.
+        hardware: The machine.
+        operators: The operators between matrix products.
+        has_head: Whether the head and the loss are computed.
+        sums_whole: Whether each rank adds up whole gradients over micro-batches, and not its shards of them.
+    """
     layers, passes = candidate.task.model.num_layers, candidate.micro_steps
     parts = _outside_layers(candidate, hardware, operators)
     if not has_head:
@@ -144,6 +154,7 @@ def _step_time(candidate: Candidate, hardware: Hardware, operators: Operators, *
             parts[name] += count * seconds
         waits += count * attention.host
     parts = {name: passes * seconds for name, seconds in parts.items()}
+    parts["elementwise"] += (passes - 1) * _gradient_sums(candidate, hardware, whole=sums_whole)
     # Attention counts with its own waits, so that ways compare as in `burst_attention`. The host waits for the passes
     # before the optimizer, which needs little of its time.
     others = sum(parts.values()) - parts["attention"] - parts["attention_communication"]
@@ -155,6 +166,14 @@ def _step_time(candidate: Candidate, hardware: Hardware, operators: Operators, *
         behind = candidate.offload is Offload.WEIGHTS  # AdamW of blocks overlaps with the next forward
         optimizer = (parameters - (_trained_of_blocks(candidate) if behind else 0.0)) / hardware.host_adam
     return StepTime(**parts, optimizer=optimizer, host=host)
+
+
+def _gradient_sums(candidate: Candidate, hardware: Hardware, *, whole: bool) -> float:
+    """Return the seconds of adding the gradient of a micro-batch to that of those before: two reads and a write."""
+    task = candidate.task
+    of_blocks, of_tables = task.trained_in_blocks, task.trained - task.trained_in_blocks
+    held = of_blocks / candidate.tensor + of_tables if whole else task.trained / candidate.shards
+    return hardware.memory_seconds(3.0 * task.itemsize * held)
 
 
 def _optimizer_bytes(task: Task) -> float:

@@ -84,6 +84,18 @@ def test_planner_counts_the_schedule_of_few_micro_batches_for_many() -> None:
         assert many == pytest.approx(few + 38 * 8.0)
 
 
+@pytest.mark.parametrize(("pipe", "zero"), [(1, 3), (2, 3), (2, 2)])
+def test_gradients_of_micro_batches_are_added_up(pipe: int, zero: int) -> None:
+    """Each but the first: read the sum and the gradient, and write; whole gradients in a pipeline with ZeRO 2."""
+    one, four = (_even(_way(pipe=pipe, batch=count, zero=zero)) for count in (pipe, 4 * pipe))
+    seconds = [step_time(each, H200).elementwise for each in (one, four)]
+    task = stage_of(four, 0).task if pipe > 1 else four.task
+    held = task.trained if (pipe, zero) == (2, 2) else task.trained / task.gpus
+    # `one` has as many micro-batches as stages, `four` has 4 times as many: 4 (p - 1) and 4 p - 1 sums.
+    added = (4 * pipe - 1) - 4 * (pipe - 1)
+    assert seconds[1] - 4 * seconds[0] == pytest.approx(added * H200.memory_seconds(3 * 2 * held), rel=1e-6)
+
+
 def test_slow_head_is_counted_on_the_last_stage() -> None:
     """With a head as long as 40 of 4 layers, the step is the last stage's, and the first stage's beginning and end."""
     way = _way(pipe=2, layers=4, recompute="none")
