@@ -191,6 +191,8 @@ def tiny_model(name: str, attention: str) -> Any:
             parameter.normal_(float(is_norm and not key.endswith("bias")), 0.2, generator=generator)
             if key.endswith("A_log"):
                 parameter.fill_(math.log(SLOW))
+            if key.endswith("recurrent_param"):  # of RG-LRU, which decays by exp(-8 softplus(parameter)) at most
+                parameter.fill_(math.log(math.expm1(SLOW / 8)))
     return model
 
 

@@ -318,8 +318,10 @@ def layer_mask(
             "fix: pass use_cache=False; to generate: bmburst.integrations.transformers_cache.generate"
         )
     if _is(mask_function, "or_masks"):  # depends on the tokens of a rank
-        near = attention_mask.comm.decided(lambda: (_near(mask_function), "mask of a kind of layers"))
-        return attention_mask.seen(near)
+        # Models take the kinds of layers from a set, whose order differs between processes.
+        return attention_mask.comm.decided(
+            lambda: (attention_mask.seen(_near(mask_function)), "mask of a kind of layers")
+        )
     return attention_mask.seen(_near(mask_function))
 
 

@@ -12,7 +12,9 @@ import transformers
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from bmburst.errors import UserError
+from bmburst.errors import UserError, one_line
+from bmburst.integrations.transformers import NAME, register
+from bmburst.integrations.transformers_models import require_splittable
 from bmburst.integrations.transformers_recurrent import mixers
 from bmburst.plan.hybrid import AttentionLayer, Hybrid, RecurrentLayer
 
@@ -31,15 +33,22 @@ def read_hybrid(folder: Path) -> Hybrid:
         folder: A folder with a config.json of transformers. Code in the folder is not run.
 
     Raises:
-        UserError: The configuration cannot be read, or has a layer that cannot be priced.
+        UserError: The configuration cannot be read, has a layer that cannot be priced, or the model is not exact on
+            split sequences.
     """
+    register()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise UserError(f"--model {folder}: transformers makes no causal LM of it: {line}") from None
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    except UserError:
+        raise
+    except Exception as error:  # the code of 200 model types may raise anything
+        raise UserError(
+            f"--model {folder}: transformers makes no causal LM of it: {type(error).__name__}: {one_line(error)}\n"
+            "fix: the config.json of a causal LM with all the fields of its type"
+        ) from None
+    require_splittable(model, lambda: (1,), routed=True)
     return hybrid_of(model)
 
 
@@ -51,7 +60,7 @@ def hybrid_of(model: transformers.PreTrainedModel) -> Hybrid:
     """
     mixing = mixers(model)
     others = (module for module in model.modules() if module not in mixing)
-    layers = [module for module in others if type(module).__name__.endswith("Attention")]
+    layers = [m for m in others if type(m).__name__.endswith("Attention") or _has(m, _LATENT)]
     if not mixing and not any(_has(layer, _LATENT) for layer in layers):
         raise _unpriced(model, "it has neither recurrent layers that bmburst knows nor latent attention")
     recurrent = Counter(_recurrent(layer) for layer in mixing)

@@ -207,8 +207,9 @@ def _depths(parents: Sequence[int]) -> tuple[int, ...]:
     depths = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
+            before = f", else a node before it, 0 to {node - 1}" if node else ": no node is before it"
             raise UserError(
-                f"node {node} has parent {parent}\nallowed: -1 for a root, else a node before it, 0 to {node - 1}\n"
+                f"node {node} has parent {parent}\nallowed: -1 for a root{before}\n"
                 "fix: put every parent before its children"
             )
         while path and path[-1] != parent:

@@ -16,7 +16,7 @@ FIGURES: dict[str, Callable[[], Drawing]] = {
     "layouts_causal": partial(scores.layouts, Causal(), "one causal document"),
     "layouts_documents": partial(scores.layouts, scores.PACKED, "packed documents"),
     **{f"ring_step_{step}": partial(scores.ring, step) for step in range(scores.RANKS)},
-    **{f"masks_{name}": partial(scores.masks, i) for i, name in enumerate(("zigzag", "balanced", "window"))},
+    **{f"masks_{name}": partial(scores.masks, name) for name in scores.SHOWN},
     "heads_before": partial(journeys.heads, split=False),
     "heads_between": partial(journeys.heads, split=True),
     "timeline": journeys.timeline,

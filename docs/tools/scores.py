@@ -1,7 +1,8 @@
 """Pictures of the matrix of scores: who holds which tokens, and who computes which part of it when."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,20 +11,27 @@ from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import Layout, make_layout, rank_areas, real_positions
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.ring_schedule import make_schedule
+from bmburst.schedule.tree import Tree
 from docs.tools.svg import Drawing
 
 RANKS = 4
 TOKENS = 64
 PACKED = Documents((26, 7, 5, 14, 12))
+ANSWERS = Tree((-1, 0, 0, 0), (28, 12, 12, 12))
 NOBODY = -1
 
 
 WIDTH = 360.0  # of a picture that fills a phone's screen, where the letters keep their size
-_SHOWN = (
-    (PACKED, "zigzag", "packed documents, zigzag"),
-    (PACKED, "balanced", "packed documents, balanced"),
-    (SlidingWindow(14), "contiguous", "window of 14, contiguous"),
+SHOWN: Mapping[str, tuple[Mask, str, str]] = MappingProxyType(
+    {
+        "zigzag": (PACKED, "zigzag", "packed documents, zigzag"),
+        "balanced": (PACKED, "balanced", "packed documents, balanced"),
+        "window": (SlidingWindow(14), "contiguous", "window of 14, contiguous"),
+        "tree_zigzag": (ANSWERS, "zigzag", "prefix tree, zigzag"),
+        "tree_balanced": (ANSWERS, "balanced", "prefix tree, balanced"),
+    }
 )
+"""What `masks` draws, by name: mask, layout and title."""
 
 
 def layouts(mask: Mask, says: str) -> Drawing:
@@ -66,9 +74,9 @@ def ring(step: int) -> Drawing:
     return drawing
 
 
-def masks(which: int) -> Drawing:
+def masks(which: str) -> Drawing:
     """What is computed under another mask than the causal one, by whom, and how far a ring goes."""
-    mask, name, says = _SHOWN[which]
+    mask, name, says = SHOWN[which]
     side, x, y = 208.0, 20.0, 42.0
     drawing = Drawing(side + 32, side + 130, f"Tiles under another mask: {says}")
     _ranks(drawing, x, 14, apart=52, word="")
@@ -95,9 +103,10 @@ def owners(layout: Layout) -> NDArray[np.int64]:
 def computed(layout: Layout, mask: Mask, step: int) -> NDArray[np.int64]:
     """Return, for each query and key in global order, the rank that computes their score at a step, or `NOBODY`."""
     found = np.full((TOKENS, TOKENS), NOBODY)
-    start, stop = mask.rows(np.arange(TOKENS), TOKENS)
-    keys = np.arange(TOKENS)[None]
-    visible = (keys >= start[:, None]) & (keys < stop[:, None])
+    keys, visible = np.arange(TOKENS)[None], np.zeros((TOKENS, TOKENS), bool)
+    for level in mask.levels:
+        start, stop = level.rows(np.arange(TOKENS), TOKENS)
+        visible |= (keys >= start[:, None]) & (keys < stop[:, None])
     for rank in range(layout.size):
         at = make_schedule(layout, TOKENS, mask, rank, "kv").steps[step]
         rows, columns = (real_positions(layout, held, TOKENS) for held in (rank, at.owner))

@@ -77,7 +77,8 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 
 @pytest.mark.long
 def test_every_figure_is_in_a_page(site: Path) -> None:
-    assert [Page(site / f"{name}.html").drawings for name in ("how_it_works", "memory")] == [len(FIGURES) - 2, 2]
+    drawn = [Page(site / f"{name}.html").drawings for name in ("how_it_works", "memory", "masks")]
+    assert drawn == [len(FIGURES) - 4, 2, 2]
 
 
 @pytest.mark.long
@@ -193,7 +194,7 @@ def test_a_figure_is_what_the_schedules_give(name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "balanced"])
-@pytest.mark.parametrize("mask", [Causal(), scores.PACKED, Documents((1, 63))], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), scores.PACKED, Documents((1, 63)), scores.ANSWERS], ids=str)
 def test_tiles_are_drawn_where_the_mask_is_visible_and_once(layout: str, mask) -> None:
     made = make_layout(layout, scores.RANKS, scores.TOKENS // scores.RANKS, mask, scores.TOKENS)
     steps = [scores.computed(made, mask, step) for step in range(_stops(made, mask))]

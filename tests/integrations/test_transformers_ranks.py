@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.integrations import transformers_weights
 from bmburst.integrations.transformers import Part, SplitSequences, register
+from bmburst.integrations.transformers_attention import layer_mask
 from bmburst.integrations.transformers_cache import generate
 from bmburst.loss import global_mean
 from tests import tiny
@@ -85,6 +86,23 @@ def test_is_refused_on_all_ranks(case: str, as_on_gpus: bool) -> None:
         part = split.part(IDS)
         with refused(words):
             call(split, part, comm.rank)
+
+    run_ranks(2, body)
+
+
+def test_kinds_of_layers_in_another_order_on_each_rank() -> None:
+    """Models take them from a set. A rank that was refused the second kind waited for the other one, which was gone."""
+    blocks = masking_utils.blockwise_overlay(torch.full((1, 22), -1))
+    near = masking_utils.and_masks(masking_utils.sliding_window_overlay(7), masking_utils.causal_mask_function)
+    kinds = [masking_utils.or_masks(each, blocks) for each in (masking_utils.causal_mask_function, near)]
+
+    def body(comm: CheckedCommunicator) -> None:
+        mask = SplitSequences(mesh_of(comm), layout="balanced").part(IDS).mask
+        tokens = mask.shape[-1]
+        with refused("'balanced' | window of 7 tokens | fix: "):
+            for kind in kinds[:: -1 if comm.rank else 1]:
+                layer_mask(mask_function=kind, attention_mask=mask, q_length=tokens, kv_length=tokens)
+        comm.agree("the next call")
 
     run_ranks(2, body)
 

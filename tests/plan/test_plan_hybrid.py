@@ -130,7 +130,7 @@ def test_a_step_is_that_of_a_formula():
 
 
 def test_the_command(tmp_path, capsys):
-    for name in ("nemotron_h", "deepseek_v3", "jamba", "zamba2", "lfm3"):
+    for name in ("nemotron_h", "deepseek_v3", "deepseek_v32", "jamba", "zamba2", "lfm3", "longcat_flash"):
         tiny_config(name).save_pretrained(tmp_path / name)
     asked = ["--sequence-length", "64K", "--nproc", "2"]
     assert main(["plan", "--model", str(tmp_path / "nemotron_h"), *asked]) == 0
@@ -148,11 +148,15 @@ def test_the_command(tmp_path, capsys):
     for option in ("--model", "--init-from"):
         assert main(["plan", option, str(tmp_path / "llama"), *asked]) == 0
     AutoConfig.for_model("gpt2", n_layer=1).save_pretrained(tmp_path / "gpt2")
+    AutoConfig.for_model("lfm2_moe").save_pretrained(tmp_path / "lfm2_moe")  # without layer_types
     capsys.readouterr()
     for words, said in (
         (["jamba", *asked], "JambaMambaMixer | recurrence | allowed: | Mamba 2"),
         (["zamba2", *asked], "Zamba2ForCausalLM | blocks"),
         (["lfm3", *asked], "Lfm3Attention | window"),
+        (["deepseek_v32", *asked], "DeepseekV32ForCausalLM | not exact | 'indexed_attention' | fix: "),
+        (["longcat_flash", *asked], "LongcatFlashForCausalLM | blocks"),
+        (["lfm2_moe", *asked], "lfm2_moe | makes no causal LM of it: TypeError: | fix: "),
         (["gpt2", *asked], "GPT2"),
         (["nemotron_h", *asked, "--nodes", "2"], "--model | --nodes | fix: "),
         (["nemotron_h", *asked, "--lora.rank", "8"], "--model | --lora.rank | fix: "),

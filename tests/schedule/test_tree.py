@@ -171,7 +171,7 @@ def test_joins_that_are_not_exact_are_refused(other):
         ([], [], ["lengths", "empty"]),
         ([-1, 0], [3], ["2 parents", "1 length", "fix:"]),
         ([-1, 0], [3, 0], ["document 1", "0 tokens"]),
-        ([0], [3], ["node 0", "parent 0", "-1", "before its children"]),
+        ([0], [3], ["node 0", "parent 0", "-1", "no node is before it", "before its children"]),
         ([-1, 2, 0], [1, 1, 1], ["node 1", "parent 2", "0 to 0"]),
         ([-1, -2], [1, 1], ["node 1", "parent -2"]),
         ([-1, 0, 0, 1], [1, 1, 1, 1], ["node 3", "parent 1", "depth-first"]),
