@@ -77,7 +77,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 
 @pytest.mark.long
 def test_every_figure_is_in_a_page(site: Path) -> None:
-    drawn = [Page(site / f"{name}.html").drawings for name in ("how_it_works", "memory", "masks")]
+    drawn = [Page(site / f"{name}.html").drawings for name in ("how_it_works", "memory", "shared_prefixes")]
     assert drawn == [len(FIGURES) - 4, 2, 2]
 
 
