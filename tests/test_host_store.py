@@ -1,11 +1,12 @@
 """Tensors in host memory come back as they were, one block ahead, and take no more memory than they must."""
 
+import mmap
 import threading
 
 import pytest
 import torch
 
-from bmburst.comm.host_memory import HostMemory, host_block, host_zeros
+from bmburst.comm.host_memory import HostMemory, host_block, host_zeros, page_slices
 from bmburst.recompute import checkpoint, host_store
 from bmburst.recompute.host_store import HostStore
 from tests.live_bytes import LiveBytes
@@ -154,6 +155,15 @@ def test_a_block_that_is_not_begun_does_not_wait_for_those_before_it():
     assert len(memory.take(8192)) == 8192 and sorted(made) == [(4096, True), (8192, False)]
     memory.wait()
     assert memory.nbytes == 8192 + 4096
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_every_page_is_touched(count):
+    page = mmap.PAGESIZE
+    for size in (0, 1, page, page + 1, 3 * page - 1, 50 * page, 51 * page + 7):
+        slices = page_slices(size, count)
+        touched = [byte for each in slices for byte in range(*each.indices(size))]
+        assert touched == list(range(0, size, page)) and len(slices) <= count
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 5), (1 << 20,)])
