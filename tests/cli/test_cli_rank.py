@@ -41,6 +41,28 @@ def test_ranks_train_what_was_settled_before(launches, trained, as_rank, tmp_pat
     assert len(launches) == 1
 
 
+def test_a_run_is_validated_once_before_its_ranks(launches, trained, as_rank, validations, tmp_path):
+    (tmp_path / "text.txt").write_text("a text of some length. " * 90)
+    argv = ["train", "--data", "text.txt", "--sequence-length", "64", "--output", "out", "--optimizer.offload"]
+    assert main([*argv, "--epochs", "2", "--nproc", "3"]) == 0
+    for rank in range(3):
+        as_rank(rank, 3, launched=True)
+        assert launches.run_rank() == 0
+    ((config, ranks),) = validations
+    (_, _, trained_one) = trained
+    changed = {name: getattr(trained_one, name) for name in ("output", "steps", "schedule")}  # the epochs' steps
+    assert config.replace(**changed) == trained_one and config.steps != trained_one.steps
+    assert trained.valid_for == [ranks] * 3 == [3] * 3
+
+
+def test_under_torchrun_rank_0_validates_once_for_all(trained, as_rank, validations):
+    for rank in range(3):
+        as_rank(rank, 3)
+        assert main(["train", "--output", "out", "--steps", "3"]) == 0
+    assert [(config.replace(output=Path("out")), ranks) for config, ranks in validations] == [(trained[0], 3)]
+    assert trained.valid_for == [3] * 3
+
+
 def test_resumed_ranks_get_resume(launches, trained, as_rank, tmp_path):
     run = started(tmp_path)
     checkpoint(run, 4)
@@ -85,7 +107,7 @@ def test_a_full_disk_ends_a_rank_in_the_users_words(trained, as_rank, capsys, la
     words = ("output out", "cannot be written", "No space left")
     if launched:  # the launcher shows it
         with pytest.raises(UserError) as caught:
-            run_rank({"config": to_dict(resolve((), {"output": "out"})), "verified": None})
+            run_rank({"config": to_dict(resolve((), {"output": "out"})), "verified": None, "ranks": 1})
         says(caught, *words)
     else:
         says(refused(capsys, "train", "--output", "out"), *words)
