@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 
 from bmburst.checkpoint.files import VERIFIED
 from bmburst.train.config import TrainConfig
+from tests.cli.commands import see_gpus
 
 
 class Launches(list):
@@ -44,7 +45,7 @@ def launches(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BMBURST_LAUNCH_FOLDER", VERIFIED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("bmburst.launch.devices.gpus", lambda: ())
+    see_gpus(monkeypatch)
     calls = Launches()
 
     def launch(spec, command, request=""):

@@ -224,8 +224,7 @@ def test_a_host_whose_memory_is_over_is_no_traceback(monkeypatch):
         torch.zeros(4).view(3)
 
 
-def test_on_a_cpu_the_process_so_far_and_the_tensors_to_come_are_expected(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+def test_on_a_cpu_the_process_so_far_and_the_tensors_to_come_are_expected(no_cuda):
     config = TrainConfig()
     before = peak_bytes()[0]
     found = expected_memory(config, 2, 2)
