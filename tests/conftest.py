@@ -87,6 +87,19 @@ def _ranks_with_torch() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch see no GPU, also on a machine that has some."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the test fail where weights for inference are read."""
+    read = "bmburst.inference.weights.ResidentWeights.read"
+    monkeypatch.setattr(read, lambda *_: pytest.fail("weights were read"))
+
+
+@pytest.fixture
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the test fail where a command starts ranks."""
     monkeypatch.setattr("bmburst.launch.launcher.launch", lambda *_: pytest.fail("ranks were started"))

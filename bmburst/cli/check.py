@@ -119,6 +119,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
 def _request(run: _CheckRun, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "config": to_dict(run.config.replace(output=folder / run.name)),
+        "ranks": run.nproc,
         "steps": args.check_steps,
         "compared": [],
         "shown": None if args.all else _SHOWN,
@@ -136,7 +137,7 @@ def run_rank(request: Request) -> int:
     from bmburst.train.check import compare_runs, record_steps
 
     config = build_config(TrainConfig, read_layer(TrainConfig, request["config"], "request"))
-    record_steps(config, request["steps"])
+    record_steps(config, request["steps"], valid_for=request["ranks"])
     if not request["compared"] or os.environ["RANK"] != "0":
         return 0
     assert config.output is not None  # `_request` sets it
@@ -204,6 +205,8 @@ def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_CheckRun, ...]:
         optimizer = dataclasses.replace(config.optimizer, kernel="auto")
         exact = config.replace(parallel=dataclasses.replace(alone, kernel="auto"), optimizer=optimizer, dtype="float32")
         runs.append(_CheckRun(name="exact", nproc=1, config=exact))
+    for single in runs[1:]:
+        single.config.validate(single.nproc)
     return tuple(runs)
 
 

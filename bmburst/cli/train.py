@@ -61,7 +61,7 @@ def run_rank(request: Request) -> int:
     beginning = Beginning.of_process("imports", before="checks")
     try:
         with explaining_write_errors(config.output, config):
-            stopped = train(config, beginning)
+            stopped = train(config, beginning, valid_for=request["ranks"])
     except RunError as error:
         raise SystemExit(1 if error.on_all_ranks and leaves_errors_to_rank_0() else str(error)) from None
     if not stopped:
@@ -70,7 +70,10 @@ def run_rank(request: Request) -> int:
 
 
 def _with_steps(args: argparse.Namespace, config: TrainConfig, steps: int, world_size: int | None) -> TrainConfig:
-    """Return the configuration with the number of steps of its epochs, on which other defaults depend."""
+    """Return the configuration with the number of steps of its epochs, on which other defaults depend.
+
+    They do not depend on the number of ranks, so the result is as valid as `config`.
+    """
     print(f"{config.epochs:g} epochs are {steps:,} steps", file=sys.stderr, flush=True)
     return training.resolve_options(args, max(steps, 1), world_size)
 
@@ -149,6 +152,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
                 write_run_config(config, folder)
         request = {
             "config": to_dict(config.replace(output=folder)),
+            "ranks": nproc,
             "verified": None if start is None else str(start),
         }
         yield request, spec

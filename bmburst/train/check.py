@@ -54,10 +54,15 @@ class Steps:
         (folder / STEPS_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
-def record_steps(config: TrainConfig, steps: int) -> None:
+def record_steps(config: TrainConfig, steps: int, *, valid_for: int | None = None) -> None:
     """Train some steps and write losses, gradients and parameters to `config.output`. Every rank calls it.
 
     With 16-bit weights, the fp32 masters are written at the end: rounding to 16 bits would hide small steps.
+
+    Args:
+        config: The run.
+        steps: Number of steps.
+        valid_for: See `bmburst.train.trainer.Trainer`.
 
     Raises:
         UserError: The configuration is not possible.
@@ -67,7 +72,7 @@ def record_steps(config: TrainConfig, steps: int) -> None:
     from bmburst.train.trainer import Trainer
 
     with explained(config):
-        trainer = Trainer(config)
+        trainer = Trainer(config, valid_for=valid_for)
     with explained(trainer.config):
         trainer.restore()
         _record(trainer, steps)

@@ -104,6 +104,8 @@ def _planned(
     from bmburst.train.machine import planned  # here, because --help does not need the planner
 
     try:
-        return planned(config.with_parallel(zero_level=level), ranks, nodes, hardware)
+        run = config.with_parallel(zero_level=level)
+        run.validate(ranks)
+        return planned(run, ranks, nodes, hardware)
     except UserError:  # for example a batch that does not divide by the groups
         return None

@@ -35,15 +35,14 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
     """Return the planner's description of a run. Packed documents are treated as whole sequences.
 
     Args:
-        config: The run. Recompute policy "auto" becomes "block-keep-attention".
+        config: The run, valid for `ranks`. Recompute policy "auto" becomes "block-keep-attention".
         ranks: Number of ranks in total.
         nodes: Number of hosts.
         hardware: Used to choose the fastest attention strategy for strategy "auto".
 
     Raises:
-        UserError: The configuration does not fit the ranks.
+        UserError: The attention strategy does not work for the run.
     """
-    config.validate(ranks)
     shape, parallel = config.mesh_shape(ranks), config.parallel
     task = Task(
         model=config.model,

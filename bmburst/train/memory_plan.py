@@ -236,8 +236,11 @@ def expected_memory(config: TrainConfig, ranks: int, per_host: int) -> Memory | 
     """
     on_gpu = torch.cuda.is_available()
     hardware = hardware_like(torch.cuda.get_device_name() if on_gpu else HOST)
-    memory = _memory(config, ranks, max(1, ranks // per_host), hardware)
-    if on_gpu or memory is None:
+    try:
+        memory = memory_of(planned(config, ranks, max(1, ranks // per_host), hardware), hardware)
+    except UserError:
+        return None
+    if on_gpu:
         return memory
     tensors = {name: nbytes for name, nbytes in memory.lines.items() if name != "weights"}
     return replace(memory, lines=tensors, outside={"process": float(peak_bytes()[0])})
@@ -448,6 +451,7 @@ def _hardware(memory: DeviceMemory, host_memory: float | None) -> Hardware:
 def _memory(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Memory | None:
     """Return the memory of a step, or None if the configuration is not possible."""
     try:
+        config.validate(ranks)
         return memory_of(planned(config, ranks, nodes, hardware), hardware)
     except UserError:
         return None

@@ -50,12 +50,13 @@ SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
 
 
-def run(config: TrainConfig, beginning: Beginning | None = None) -> str:
+def run(config: TrainConfig, beginning: Beginning | None = None, *, valid_for: int | None = None) -> str:
     """Train according to `config`. Every rank of the job calls it; `bmburst train` starts the ranks.
 
     Args:
         config: The run.
         beginning: What has taken time before this call; by default nothing has.
+        valid_for: See `Trainer`.
 
     Returns:
         Why the run was stopped before its last step; empty if it was not.
@@ -65,7 +66,7 @@ def run(config: TrainConfig, beginning: Beginning | None = None) -> str:
         RunError: Out of memory, or too many steps in a row were skipped.
     """
     with explained(config):
-        trainer = Trainer(config, beginning)
+        trainer = Trainer(config, beginning, valid_for=valid_for)
     with explained(trainer.config):
         trainer.restore()
         return trainer.train()
@@ -81,6 +82,8 @@ class Trainer:
     Args:
         config: The run; `output` must be set.
         beginning: What has taken time before this call; by default nothing has.
+        valid_for: Number of ranks for which `config.validate` has been called, as `bmburst train` does once before the
+            ranks work. By default, or if there are more or fewer ranks, the constructor calls it.
 
     Attributes:
         config: The same, with "auto" replaced by what was chosen, and "node" by the ranks of a node.
@@ -96,13 +99,16 @@ class Trainer:
         UserError: The configuration does not fit the ranks, or the data cannot be read or do not fit the model.
     """
 
-    def __init__(self, config: TrainConfig, beginning: Beginning | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, beginning: Beginning | None = None, *, valid_for: int | None = None
+    ) -> None:
         if config.output is None:
             raise UserError("output is not set\nfix: give the path of the run folder, TrainConfig(output=...)")
         self._beginning, asked = beginning or Beginning(), config
         parallel = config.parallel
         self.runtime = start(seed=config.seed, tensor=parallel.tensor_parallel, pipe=parallel.pipeline_parallel)
-        config.validate(self.runtime.world_size)
+        if self.runtime.world_size != valid_for:
+            config.validate(self.runtime.world_size)
         require_dtype(config.dtype, self.runtime.device)
         # Import after `start`: these modules import BMTrain.
         import bmtrain as bmt

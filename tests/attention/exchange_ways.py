@@ -1,7 +1,9 @@
-"""Heads exchanged in a given way, whatever the cost model would choose."""
+"""Attention in a given way, whatever the cost model would choose, and launches that serve later calls."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+from bmburst.attention import at_once, heads
 from bmburst.attention import call as decided
 from bmburst.schedule.units import unit_plans
 
@@ -13,11 +15,10 @@ def move_heads(monkeypatch, way):
 
     Or in the way "latents": at once, and of latents where a call has them.
     """
-    real = decided.choose_strategy
 
-    def choose(name, shapes, *rest):
+    def moved(strategy, shapes):
         """Return the strategy; for several units, those with the most units, in which transfers overlap."""
-        strategy = replace(real(name, shapes, *rest), forward_units=(), backward_units=(), at_once=False, latents=False)
+        strategy = replace(strategy, forward_units=(), backward_units=(), at_once=False, latents=False)
         if (degree := strategy.ulysses_degree) == 1:
             return strategy
         if way == "several units":
@@ -31,4 +32,32 @@ def move_heads(monkeypatch, way):
         at_once = way in ("at once", "latents") and replace(shapes, degree=degree).can_exchange_at_once
         return replace(strategy, at_once=at_once, latents=at_once and way == "latents" and shapes.latent_dim > 0)
 
-    monkeypatch.setattr(decided, "choose_strategy", choose)
+    change_strategy(monkeypatch, moved)
+
+
+def change_strategy(monkeypatch, change):
+    """Make all later calls take `change(strategy, shapes)` in place of a chosen strategy."""
+    real = decided.choose_strategy
+    monkeypatch.setattr(
+        decided, "choose_strategy", lambda name, shapes, *rest: change(real(name, shapes, *rest), shapes)
+    )
+
+
+def take_recordings(monkeypatch, kernel, get):
+    """Let later calls of a kernel run as if a GPU had CUDA graphs: `get(*where).run(work, varying)` runs its work."""
+    for module in (heads, at_once):
+        monkeypatch.setattr(module, "RECORDINGS", SimpleNamespace(get=get))
+        monkeypatch.setattr(module, "records_kernels", lambda *_: True)
+        monkeypatch.setattr(module, "current_stream", lambda _: "stream")
+    monkeypatch.setattr(kernel, "recordable", True)
+
+
+def record_first_calls(monkeypatch, kernel):
+    """Let the work of the first call in a place run again in later calls there, as a CUDA graph does; return it."""
+    first = {}
+    take_recordings(
+        monkeypatch,
+        kernel,
+        lambda *where: SimpleNamespace(run=lambda work, _varying: first.setdefault(where, work)()),
+    )
+    return first

@@ -16,7 +16,7 @@ from bmburst.comm.transports import double_ring_groups
 from bmburst.schedule.cross import CrossMask
 from bmburst.schedule.tiles import make_tiles
 from tests.attention.cross_oracle import compare, layout_of, local, problem
-from tests.attention.exchange_ways import move_heads
+from tests.attention.exchange_ways import change_strategy, move_heads
 from tests.attention.oracle import reference
 from tests.distributed.processes import on_processes, run_processes
 from tests.distributed.threads import on_ranks, run_ranks
@@ -78,8 +78,7 @@ def test_equals_its_definition_beside_an_exchange_of_heads(strategy):
 def test_equals_its_definition_in_units_of_heads(monkeypatch, size, most):
     move_heads(monkeypatch, "several units")
     run_ranks(size, attend, "heads", CASES[::23])
-    real = decided.choose_strategy
-    monkeypatch.setattr(decided, "choose_strategy", lambda *a: replace(real(*a), most_kv_heads=most))
+    change_strategy(monkeypatch, lambda strategy, _: replace(strategy, most_kv_heads=most))
     run_ranks(size, attend, "gather", CASES[::11])
 
 

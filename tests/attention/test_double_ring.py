@@ -16,6 +16,7 @@ from bmburst.comm.transports import RingGroups, double_ring_groups
 from bmburst.errors import UserError
 from bmburst.schedule.ring_schedule import make_ring_order
 from bmburst_ops.flash import BackwardInputs
+from tests.attention.exchange_ways import change_strategy
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, hold_accuracy
 from tests.comm.counting import Counting
@@ -160,9 +161,7 @@ def test_the_strategy_of_that_name(comm, nodes, size, heads, kv_heads):
 
 def test_inside_an_exchange_of_heads(monkeypatch):
     """Neighbours exchange heads, and their groups form a double ring: every rank's ring is one of two."""
-    choose = bmburst.attention.call.choose_strategy
-    double = lambda *a: replace(choose(*a), ulysses_degree=2, outer="double-ring")  # noqa: E731
-    monkeypatch.setattr(bmburst.attention.call, "choose_strategy", double)
+    change_strategy(monkeypatch, lambda strategy, _: replace(strategy, ulysses_degree=2, outer="double-ring"))
 
     def body(comm):
         comm.nodes = 2

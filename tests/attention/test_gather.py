@@ -13,6 +13,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.communicator import CompletedTransfer
 from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, ReferenceKernel
 from bmburst_ops.merge import row_dots
+from tests.attention.exchange_ways import change_strategy
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, hold_accuracy, split_attention
 from tests.comm.counting import counted
@@ -37,8 +38,7 @@ def most(request, monkeypatch):
 
 
 def in_units(monkeypatch, most):
-    real = decided.choose_strategy
-    monkeypatch.setattr(decided, "choose_strategy", lambda *a: replace(real(*a), most_kv_heads=most))
+    change_strategy(monkeypatch, lambda strategy, _: replace(strategy, most_kv_heads=most))
 
 
 @pytest.mark.parametrize(

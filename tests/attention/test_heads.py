@@ -7,8 +7,6 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.attention import at_once
-from bmburst.attention import heads as executor
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import CheckedCommunicator
@@ -17,7 +15,7 @@ from bmburst.schedule.layout import LAYOUTS, make_layout
 from bmburst.schedule.mask import Causal
 from bmburst.schedule.units import HeadShapes, unit_plans
 from bmburst_ops.flash.cpu import CpuKernel
-from tests.attention.exchange_ways import WAYS, move_heads
+from tests.attention.exchange_ways import WAYS, move_heads, record_first_calls, take_recordings
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare
 from tests.comm.counting import counted
@@ -299,11 +297,7 @@ def test_recordings_have_a_place_each_and_know_what_a_backward_under_documents_t
         asked.append(where)
         return SimpleNamespace(run=lambda work, varying: ran.append((where[1], varying)) or work())
 
-    for module in (executor, at_once):
-        monkeypatch.setattr(module, "RECORDINGS", SimpleNamespace(get=recording))
-        monkeypatch.setattr(module, "records_kernels", lambda *_: True)
-        monkeypatch.setattr(module, "current_stream", lambda _: "stream")
-    monkeypatch.setattr(CpuKernel, "recordable", True)
+    take_recordings(monkeypatch, CpuKernel, recording)
 
     def body(comm):
         q, k, v = (torch.randn(1, 4, h, 8, requires_grad=True) for h in (8, 4, 4))
@@ -319,7 +313,7 @@ def test_recordings_have_a_place_each_and_know_what_a_backward_under_documents_t
 def test_the_launches_of_the_first_call_in_a_place_serve_later_calls(monkeypatch):
     """As those of a CUDA graph do: on the memory of that call, until a longer call needs more."""
     move_heads(monkeypatch, "at once")
-    first, lengths = {}, (4, 4, 8, 4, 8)
+    lengths = 4, 4, 8, 4, 8
 
     def body(comm):
         comm.active, found = False, []
@@ -334,14 +328,10 @@ def test_the_launches_of_the_first_call_in_a_place_serve_later_calls(monkeypatch
         return found
 
     called = run_ranks(2, body)
-    run = lambda *where: SimpleNamespace(run=lambda work, _: first.setdefault(where, work)())  # noqa: E731
-    monkeypatch.setattr(at_once, "RECORDINGS", SimpleNamespace(get=run))
-    monkeypatch.setattr(at_once, "records_kernels", lambda *_: True)
-    monkeypatch.setattr(at_once, "current_stream", lambda _: "stream")
-    monkeypatch.setattr(CpuKernel, "recordable", True)
+    first = record_first_calls(monkeypatch, CpuKernel)
     launched = run_ranks(2, body)
     assert all(map(torch.equal, chain(*launched), chain(*called)))
-    assert len(first) < 2 * 3 * len(lengths)
+    assert 0 < len(first) < 2 * 3 * len(lengths)
 
 
 @on_ranks(2)

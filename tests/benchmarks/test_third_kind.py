@@ -89,18 +89,23 @@ KIND = Kind(
 )
 
 
+@pytest.fixture
+def third_kind(monkeypatch):
+    """Let the engine know the kind, on a CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(kinds, "KINDS", KINDS)
+
+
 def _rank(folder):
     kinds.KINDS = KINDS
     SumRun(job_module.Job.read(folder), torch.device("cpu"), folder).run()
 
 
-def test_the_engine_runs_it(tmp_path, monkeypatch, capsys):
+def test_the_engine_runs_it(tmp_path, third_kind, monkeypatch, capsys):
     def start(spec, command):
         run_processes(spec.nproc, _rank, Path(command[-1]))
         return 0
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(kinds, "KINDS", KINDS)
     monkeypatch.setattr(job_module, "launch", start)
     output = tmp_path / "r.json"
     words = ["bench", "sums", "--ranks", "2", "--factor", "10"]
@@ -118,8 +123,6 @@ def test_the_engine_runs_it(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("tokens", ["7", "0"])
-def test_the_engine_checks_its_lengths(tokens, monkeypatch, capsys):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(kinds, "KINDS", KINDS)
+def test_the_engine_checks_its_lengths(tokens, third_kind, capsys):
     assert main(["bench", "sums", "--ranks", "2", "--tokens", tokens]) == 2
     assert f"--tokens {tokens}" in capsys.readouterr().err

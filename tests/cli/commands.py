@@ -1,4 +1,4 @@
-"""Commands that are refused, and runs that they find."""
+"""Commands that are refused, and the runs and GPUs that they find."""
 
 import json
 
@@ -23,6 +23,11 @@ def refused(capsys, *argv):
     assert err.startswith(f"bmburst {argv[0]}: ")
     assert len(err.splitlines()) <= 3
     return err
+
+
+def see_gpus(monkeypatch, *found, by="launch.devices"):
+    """Let a module of `bmburst` see these GPUs."""
+    monkeypatch.setattr(f"bmburst.{by}.gpus", lambda: found)
 
 
 def started(tmp_path, **options):

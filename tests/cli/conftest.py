@@ -10,6 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from bmburst.checkpoint.files import VERIFIED
+from bmburst.train.config import TrainConfig
+from tests.cli.commands import see_gpus
 
 
 class Launches(list):
@@ -43,7 +45,7 @@ def launches(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BMBURST_LAUNCH_FOLDER", VERIFIED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("bmburst.launch.devices.gpus", lambda: ())
+    see_gpus(monkeypatch)
     calls = Launches()
 
     def launch(spec, command, request=""):
@@ -56,9 +58,21 @@ def launches(monkeypatch, tmp_path):
 
 
 class Trained(list):
-    """The configurations that the trainer's stand-in was given. `work` is what it does with one."""
+    """The configurations that the trainer's stand-in was given. `work` is what it does with one.
+
+    `valid_for` are the numbers of ranks for which they were said to be valid.
+    """
 
     work = staticmethod(lambda _: "")
+
+    def __init__(self):
+        super().__init__()
+        self.valid_for = []
+
+    def run(self, config, _beginning, *, valid_for):
+        self.append(config)
+        self.valid_for.append(valid_for)
+        return self.work(config)
 
 
 @pytest.fixture
@@ -66,8 +80,18 @@ def trained(monkeypatch):
     """Stand in for the trainer and return the configurations it is given."""
     seen = Trained()
     module = types.ModuleType("bmburst.train.trainer")
-    module.run = lambda config, _: seen.append(config) or seen.work(config)
+    module.run = seen.run
     monkeypatch.setitem(sys.modules, "bmburst.train.trainer", module)
+    return seen
+
+
+@pytest.fixture
+def validations(monkeypatch):
+    """Record the configurations that are validated, and for how many ranks."""
+    seen, real = [], TrainConfig.validate
+    monkeypatch.setattr(
+        TrainConfig, "validate", lambda config, ranks: seen.append((config, ranks)) or real(config, ranks)
+    )
     return seen
 
 

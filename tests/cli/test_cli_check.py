@@ -212,9 +212,10 @@ def launches(here, monkeypatch):
         request = json.loads(request)
         config = build_config(TrainConfig, read_layer(TrainConfig, request["config"], ""))
         calls.append((spec.nproc, config, request["steps"]))
+        assert request["ranks"] == spec.nproc
         leave(config.output, noise=calls.noise if spec.nproc > 1 else 0.0, names=calls.names)
         with monkeypatch.context() as rank:
-            rank.setattr("bmburst.train.check.record_steps", lambda *_: None)
+            rank.setattr("bmburst.train.check.record_steps", lambda *_, **__: None)
             rank.setenv("RANK", "0")
             rank.setenv("WORLD_SIZE", str(spec.nproc))
             return run_rank(request) or (calls.status if spec.nproc == 1 else 0)
@@ -245,7 +246,7 @@ def test_float32_runs_on_all_ranks_and_on_one(launches, here, capsys):
     assert out.splitlines()[-1].startswith("ok: 8 ranks train as one does (relative error at most: gradient 1e-05")
 
 
-def test_bfloat16_also_runs_one_rank_in_float32(launches, here, capsys):
+def test_bfloat16_also_runs_one_rank_in_float32(launches, validations, here, capsys):
     bmtrain = ("--optimizer.kernel", "bmtrain")  # which fp32 does not have
     assert main(["check", "--config", "tiny.yaml", "--dtype", "bfloat16", "--kernel", "cpu", *bmtrain]) == 1
     assert [(nproc, config.dtype, config.parallel.kernel) for nproc, config, _ in launches] == [
@@ -253,6 +254,9 @@ def test_bfloat16_also_runs_one_rank_in_float32(launches, here, capsys):
         (1, "float32", "auto"),
         (2, "bfloat16", "cpu"),
     ]
+    checked = [(config.replace(output=run.output), ranks) for config, ranks in validations for _, run, _ in launches]
+    assert len(validations) == 3, "each run once"
+    assert all((run, nproc) in checked for nproc, run, _ in launches)
     out = capsys.readouterr().out
     # One rank was without any error here, so twice that is none.
     assert out.splitlines()[-1].startswith("not ok: too far from one rank: all tensors together (relative error")

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bmburst.cli import main
 from bmburst.inference import generator as generating
-from bmburst.inference.weights import ResidentWeights
 from tests.cli.commands import refused
 from tests.distributed.started import run_bmburst
 
@@ -193,9 +192,8 @@ def test_one_prompt_that_is_too_long_is_refused_in_its_line(
     ],
 )
 def test_bad_input_is_refused_before_weights_are_read(
-    model: Path, given: tuple[str, ...], words: tuple[str, ...], capsys: Any, monkeypatch: pytest.MonkeyPatch
+    model: Path, given: tuple[str, ...], words: tuple[str, ...], capsys: Any, no_weights: None
 ) -> None:
-    monkeypatch.setattr(ResidentWeights, "read", lambda *_: pytest.fail("weights were read"))
     said = refused(capsys, "generate", "--checkpoint", str(model), *given)
     assert all(word in said for word in words), said
 

@@ -9,7 +9,7 @@ from bmburst.errors import UserError
 from bmburst.launch.devices import Gpu
 from bmburst.train.machine import require_dtype, require_machine
 from bmburst.train.resolve import resolve
-from tests.cli.commands import refused
+from tests.cli.commands import refused, see_gpus
 from tests.ops.another_machine import AnotherMachine
 from tests.refusals import says
 
@@ -19,7 +19,7 @@ ON_CPU = "runs on NVIDIA GPUs only, and the tensors are on cpu"
 @pytest.fixture
 def gpus(monkeypatch):
     """The launcher sees two GPUs."""
-    monkeypatch.setattr("bmburst.launch.devices.gpus", lambda: (Gpu("NVIDIA H100 80GB HBM3", (9, 0)),) * 2)
+    see_gpus(monkeypatch, *[Gpu("NVIDIA H100 80GB HBM3", (9, 0))] * 2)
 
 
 def machine(**installed):
@@ -29,8 +29,7 @@ def machine(**installed):
 
 
 @pytest.fixture
-def no_gpu(launches, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def no_gpu(launches, no_cuda):
     return launches
 
 

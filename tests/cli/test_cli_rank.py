@@ -21,6 +21,7 @@ from bmburst.errors import UserError
 from bmburst.launch.launcher import LaunchSpec
 from bmburst.train.config import EvalConfig
 from bmburst.train.resolve import resolve
+from tests import tiny
 from tests.cli.commands import checkpoint, refused, started
 from tests.refusals import says
 
@@ -39,6 +40,28 @@ def test_ranks_train_what_was_settled_before(launches, trained, as_rank, tmp_pat
     expected = resolve((launches.output() / "config.json",)).replace(output=launches.output())
     assert trained == [expected, expected]
     assert len(launches) == 1
+
+
+def test_a_run_is_validated_once_before_its_ranks(launches, trained, as_rank, validations, tmp_path):
+    (tmp_path / "text.txt").write_text("a text of some length. " * 90)
+    argv = ["train", "--data", "text.txt", "--sequence-length", "64", "--output", "out", "--optimizer.offload"]
+    assert main([*argv, "--epochs", "2", "--nproc", "3"]) == 0
+    for rank in range(3):
+        as_rank(rank, 3, launched=True)
+        assert launches.run_rank() == 0
+    ((config, ranks),) = validations
+    (_, _, trained_one) = trained
+    changed = {name: getattr(trained_one, name) for name in ("output", "steps", "schedule")}  # the epochs' steps
+    assert config.replace(**changed) == trained_one and config.steps != trained_one.steps
+    assert trained.valid_for == [ranks] * 3 == [3] * 3
+
+
+def test_under_torchrun_rank_0_validates_once_for_all(trained, as_rank, validations):
+    for rank in range(3):
+        as_rank(rank, 3)
+        assert main(["train", "--output", "out", "--steps", "3"]) == 0
+    assert [(config.replace(output=Path("out")), ranks) for config, ranks in validations] == [(trained[0], 3)]
+    assert trained.valid_for == [3] * 3
 
 
 def test_resumed_ranks_get_resume(launches, trained, as_rank, tmp_path):
@@ -85,7 +108,7 @@ def test_a_full_disk_ends_a_rank_in_the_users_words(trained, as_rank, capsys, la
     words = ("output out", "cannot be written", "No space left")
     if launched:  # the launcher shows it
         with pytest.raises(UserError) as caught:
-            run_rank({"config": to_dict(resolve((), {"output": "out"})), "verified": None})
+            run_rank({"config": to_dict(resolve((), {"output": "out"})), "verified": None, "ranks": 1})
         says(caught, *words)
     else:
         says(refused(capsys, "train", "--output", "out"), *words)
@@ -113,9 +136,16 @@ def held_out(tmp_path):
     return checkpoint(tmp_path / "run", 3)
 
 
-def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, held_out, monkeypatch, as_rank, capsys):
-    argv = ["eval", "--checkpoint", str(held_out), "--data", "held.txt", "--sequence-length", "64"]
-    monkeypatch.setattr("bmburst.train.evaluate.check_inputs", lambda _: held_out)  # there are no weights in it
+@pytest.fixture
+def evaluation(held_out, tmp_path, monkeypatch):
+    """Options of an evaluation of a tiny model of bytes, without data."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tiny.save(tmp_path / "model", vocab_size=tiny.BYTES)
+    return ["eval", "--checkpoint", str(model), "--tokenizer", "bytes", "--sequence-length", "64", "--data"]
+
+
+def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, evaluation, monkeypatch, as_rank, capsys):
+    argv = [*evaluation, "held.txt"]
     assert main([*argv, "--max-sequences", "5"]) == 0
     assert launches.spec.nproc == 2
     seen = []
@@ -128,8 +158,8 @@ def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, hel
         as_rank(rank, 2, launched=True)
         assert launches.run_rank() == 0
         printed.append(capsys.readouterr().out)
-    expected = EvalConfig(checkpoint=held_out, data="held.txt", sequence_length=64, max_sequences=5, nproc=2)
-    assert seen == [expected, expected]
+    options = {"checkpoint": Path(evaluation[2]), "data": "held.txt", "tokenizer": "bytes", "sequence_length": 64}
+    assert seen == [EvalConfig(**options, max_sequences=5, nproc=2)] * 2
     assert [line.split() for line in printed[0].splitlines()] == [
         ["loss", "1.0000", "nats", "per", "token"],
         ["bits", "per", "byte", "1.4427"],
@@ -139,10 +169,8 @@ def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, hel
     assert printed[1] == ""
 
 
-def test_start_timeout_reaches_the_launcher(launches, held_out, monkeypatch, capsys):
-    monkeypatch.setattr("bmburst.train.evaluate.check_inputs", lambda _: None)
-    evaluation = ["eval", "--checkpoint", str(held_out), "--data", "held.txt", "--sequence-length", "64"]
-    for argv in (["train", "--data", "held.txt", "--sequence-length", "4"], evaluation):
+def test_start_timeout_reaches_the_launcher(launches, evaluation, capsys):
+    for argv in (["train", "--data", "held.txt", "--sequence-length", "4"], [*evaluation, "held.txt"]):
         assert main([*argv, "--start-timeout", "90", "--hang-timeout", "30"]) == 0
         assert (launches.spec.start_limit, launches.spec.hang_timeout) == (90, 30)
         assert main(argv) == 0
@@ -153,23 +181,24 @@ def test_start_timeout_reaches_the_launcher(launches, held_out, monkeypatch, cap
             assert "start_timeout" in said.replace("-", "_") and wrong in said and len(said.splitlines()) <= 3
 
 
-def test_eval_refuses_a_cache_that_cannot_be_written(launches, held_out, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("bmburst.train.evaluate.read_model", lambda *_: (held_out, "bytes", None))
-    argv = ["eval", "--checkpoint", str(held_out), "--sequence-length", "64", "--data"]
+def test_eval_refuses_a_cache_that_cannot_be_written(launches, evaluation, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "held.txt"))
     cache = f"XDG_CACHE_HOME {tmp_path}/held.txt/bmburst"
-    says(refused(capsys, *argv, "held.txt"), cache, "written", "Not a directory", "fix: give a folder")
+    says(refused(capsys, *evaluation, "held.txt"), cache, "written", "Not a directory", "fix: give a folder")
     assert not launches
     with monkeypatch.context() as patch:  # as a container may run it: nobody has this number, and HOME is not set
         patch.delenv("XDG_CACHE_HOME")
         patch.setattr("os.path.expanduser", lambda path: path)
-        says(refused(capsys, *argv, "held.txt"), f"user {os.getuid()} has no home | fix: set HOME, or XDG_CACHE_HOME")
+        says(
+            refused(capsys, *evaluation, "held.txt"),
+            f"user {os.getuid()} has no home | fix: set HOME, or XDG_CACHE_HOME",
+        )
     corpus = open_corpus(tmp_path / "held.txt", "bytes", tmp_path)
-    assert main([*argv, str(corpus.path)]) == 0, "a token file needs none"
+    assert main([*evaluation, str(corpus.path)]) == 0, "a token file needs none"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert main([*argv, "held.txt"]) == 0
+    assert main([*evaluation, "held.txt"]) == 0
     for option in (("--chat-template", "chatml"), ("--roles", "a=b")):  # are for records
-        says(refused(capsys, *argv, "held.txt", *option), "data held.txt has no such rows | fix: leave")
+        says(refused(capsys, *evaluation, "held.txt", *option), "data held.txt has no such rows | fix: leave")
     assert len(launches) == 2
 
 

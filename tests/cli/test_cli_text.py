@@ -154,6 +154,7 @@ def test_names_that_no_data_of_a_run_have_are_refused(tmp_path, monkeypatch):
     plain.write_text("a" * 200)
     tokens = open_corpus(plain, "bytes", tmp_path / "cache").path
     named = {"data__text_field": "body"}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     check_text(config(rows, **named))
     check_text(config(plain, data__validation=[str(rows)], **named))
     check_text(config(rows, data__validation=[str(plain)], **named))
@@ -165,11 +166,10 @@ def test_names_that_no_data_of_a_run_have_are_refused(tmp_path, monkeypatch):
         "temperature: 1\nsources: [{path: rows.jsonl, text_field: body}, {path: plain.txt}]"
     )
     check_text(config(tmp_path / "mix.yaml"))
-    monkeypatch.setattr(evaluate, "verified", lambda *_: tmp_path)
-    monkeypatch.setattr(evaluate, "read_model", lambda *_: (tmp_path, "bytes", None))
+    model = tiny.save(tmp_path / "model", vocab_size=tiny.BYTES)
     for source, is_named in ((rows, True), (plain, False)):
         with nullcontext() if is_named else refusals.refused(plain, "no such rows", "fields"):
-            evaluate.check_inputs(EvalConfig(checkpoint=tmp_path, data=str(source), text_field="body"))
+            evaluate.check_inputs(EvalConfig(checkpoint=model, data=str(source), text_field="body", tokenizer="bytes"))
 
 
 def test_text_of_a_model_without_a_tokenizer_is_noted_to_be_bytes(tmp_path, launches, capsys):

@@ -14,7 +14,7 @@ from bmburst.launch.devices import Gpu
 from bmburst.train.config import EvalConfig, TrainConfig
 from bmburst.train.resolve import resolve
 from bmburst.train.schedule import learning_rate
-from tests.cli.commands import checkpoint, refused, started
+from tests.cli.commands import checkpoint, refused, see_gpus, started
 from tests.refusals import says
 
 # Help
@@ -167,8 +167,8 @@ def test_number_of_ranks(launches, argv, nproc):
 
 
 def test_all_gpus_are_used_and_no_more(launches, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("bmburst.launch.devices.gpus", lambda: (Gpu("Tesla T4", (7, 5)),) * 7)
-    monkeypatch.setattr("bmburst.cli.training.gpus", lambda: ())  # whose choices are another test's
+    see_gpus(monkeypatch, *[Gpu("Tesla T4", (7, 5))] * 7)
+    see_gpus(monkeypatch, by="cli.training")  # whose choices are another test's
     assert main(["train"]) == 0
     assert launches.spec.nproc == 7
     assert "does not divide 7 ranks" in refused(capsys, "train", "--data-parallel", "2", "--batch-size", "2")
@@ -185,10 +185,11 @@ def test_an_empty_folder_may_be_named(launches, tmp_path):
     assert (tmp_path / "deep/er/run/config.json").is_file()
 
 
-def test_an_occupied_folder_is_refused_before_the_data_are_read(launches, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("bmburst.train.text.check_text", lambda *_: pytest.fail("the data were read"))
+def test_an_occupied_folder_is_refused_before_the_data_are_read(launches, tmp_path, capsys):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    assert "not empty, it holds checkpoints" in refused(capsys, "train", "--output", "run")
+    (tmp_path / "short.txt").write_text("x")
+    for folder, words in (("run", "not empty, it holds checkpoints"), ("new", "too few")):
+        assert words in refused(capsys, "train", "--output", folder, "--data", "short.txt")
 
 
 def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp_path, capsys):

@@ -20,7 +20,7 @@ from bmburst.train.config import TrainConfig
 from bmburst.train.defaults import defaults_of, explained, spread
 from bmburst.train.machine import planned
 from bmburst.train.resolve import resolve
-from tests.cli.commands import checkpoint, started
+from tests.cli.commands import checkpoint, see_gpus, started
 from tests.refusals import says
 
 H100 = (Gpu("NVIDIA H100 80GB HBM3", (9, 0)),) * 8
@@ -119,7 +119,7 @@ def test_one_line_says_what_was_chosen():
 def test_new_runs_get_them_and_older_ones_keep_theirs(launches, monkeypatch, tmp_path, capsys):
     folder = started(tmp_path, dtype="float32")  # begun by an older version, which wrote all its settings
     checkpoint(folder, 3)
-    monkeypatch.setattr("bmburst.cli.training.gpus", lambda: H100)
+    see_gpus(monkeypatch, *H100, by="cli.training")
     assert main(["train", "--output", str(folder), "--resume"]) == 0
     assert (launches.config()["dtype"], launches.config()["recompute"]) == ("float32", "block-keep-attention")
     capsys.readouterr()

@@ -153,9 +153,9 @@ def test_progress_is_told_in_order() -> None:
     assert seen[3:] == [(0, found[0].tokens), (1, found[1].tokens)]
 
 
-def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused_with_what_does() -> None:
     made = alone()
-    monkeypatch.setattr(made, "_available", made.memory.total(1, 40))
+    made._available = made.memory.total(1, 40)
     assert made.memory.longest(made._available) == 40
     refused_one, answered = made.generate([prompt(31), prompt(30)], max_new_tokens=10, eos_ids=(VOCAB + 1,))
     assert refused_one.finish == "refused" and "at most 40 tokens" in (refused_one.reason or "")
@@ -282,8 +282,7 @@ def test_a_batch_that_is_split_by_tokens_takes_one_prompt_each() -> None:
     run_ranks(2, body)
 
 
-def test_a_chunk_without_tokens_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generating.ResidentWeights, "read", lambda *_: pytest.fail("weights were read"))
+def test_a_chunk_without_tokens_is_refused_before_weights_are_read(no_weights: None) -> None:
     refuse(lambda: alone(chunk_tokens=0), "chunk_tokens 0", "at least 1")
 
 

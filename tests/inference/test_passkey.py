@@ -19,7 +19,6 @@ from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, load_tokenize
 from bmburst.inference import generator as generating
 from bmburst.inference.passkey import QUESTION, PasskeyPrompts, PasskeyTest, read_lengths
 from bmburst.inference.prompts import PromptEncoder
-from bmburst.inference.weights import ResidentWeights
 from bmburst.outputs import is_picture
 from tests.cli.commands import refused
 from tests.distributed.started import run_bmburst
@@ -200,7 +199,7 @@ def test_a_length_that_does_not_fit_is_a_refused_cell_and_the_others_are_measure
     ],
 )
 @pytest.mark.parametrize("ranks", ["1", "2"])
-@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.usefixtures("no_ranks", "no_weights")
 def test_bad_input_is_refused_before_weights_are_read(
     options: tuple[str, ...],
     words: str,
@@ -210,7 +209,6 @@ def test_bad_input_is_refused_before_weights_are_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ResidentWeights, "read", lambda *_: pytest.fail("weights were read"))
     Path("other.json").write_text('{"a": 1}')
     hugging_face(Path("large"), merged=300)
     given = list(options) if "--tokenizer" in options else [*options, "--tokenizer", "bytes"]

@@ -5,13 +5,12 @@ import torch
 
 import bmburst
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.linear import check
 from bmburst.recompute import checkpoint
 from bmburst.schedule.cost import LinearCost
 from tests.comm.counting import Counting
 from tests.distributed.threads import on_ranks, past_first_calls, run_ranks
 from tests.linear.oracle import problem
-from tests.linear.split import FUNCTIONS
+from tests.linear.split import FUNCTIONS, fold
 from tests.refusals import refused
 
 
@@ -36,7 +35,7 @@ def inputs(kind, tokens):
 
 @pytest.mark.parametrize("hops", [1, 2])
 def test_bytes_do_not_depend_on_the_number_of_tokens(monkeypatch, hops):
-    monkeypatch.setattr(check, "choose_hops", lambda *_: hops)
+    fold(monkeypatch, hops)
 
     def body(comm):
         found = []

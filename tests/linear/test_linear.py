@@ -5,11 +5,10 @@ from functools import cached_property
 import pytest
 
 import bmburst
-from bmburst.linear import check
 from bmburst.schedule.chain import Chain, make_chain
 from bmburst_ops.linear import Recurrence
 from tests.distributed.threads import run_ranks
-from tests.linear.split import FUNCTIONS, KINDS, compare
+from tests.linear.split import FUNCTIONS, KINDS, compare, fold
 
 halos = Chain.halos
 LAYOUTS = ("zigzag", "contiguous", "balanced")
@@ -52,7 +51,7 @@ def test_every_layout_and_batch(size, kind):
 @pytest.mark.parametrize("hops", [1, 2])
 def test_both_ways_of_folding(monkeypatch, hops):
     """Three ranks share four heads: the last one folds none."""
-    monkeypatch.setattr(check, "choose_hops", lambda *_: hops)
+    fold(monkeypatch, hops)
     run_ranks(3, products, ("zigzag",), ("short",), KINDS)
 
 

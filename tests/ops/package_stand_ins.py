@@ -272,8 +272,7 @@ def torchs(monkeypatch):
         made.backward(grad_out, q, k, v, out, lse, scale, pattern, into, deterministic=deterministic)
         return into
 
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    take_operations(monkeypatch, _flash_attention_forward=forward, _flash_attention_backward=backward)
     return made
 
 
@@ -303,10 +302,25 @@ def cudnn(monkeypatch):
         made.backward(grad, q, k, v, out, lse[..., 0], scale, CAUSAL if causal else FULL, into)
         return tuple(t.transpose(1, 2) for t in into)
 
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    take_operations(
+        monkeypatch,
+        _scaled_dot_product_cudnn_attention=forward,
+        _scaled_dot_product_cudnn_attention_backward=backward,
+    )
     return made
 # fmt: on
+
+
+def take_operations(monkeypatch, **functions):
+    """Put functions in the place of the operations of `torch.ops.aten` with these names."""
+    for name, function in functions.items():
+        monkeypatch.setattr(torch.ops.aten, name, function)
+
+
+def limit_kernels(monkeypatch, *, offsets=few_heads.OFFSETS, segments=few_segments.MOST):
+    """Let offsets of kernels reach, and their grids hold, only so much, as real ones do with larger tensors."""
+    monkeypatch.setattr(few_heads, "OFFSETS", offsets)
+    monkeypatch.setattr(few_segments, "MOST", segments)
 
 
 def install(monkeypatch, kernel, path, *functions):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, Band, Gradients, Segments, few_heads
+from bmburst_ops.flash import CAUSAL, Band, Gradients, Segments
 from tests.ops.masked import Masked, gradient_bound
-from tests.ops.package_stand_ins import cudnn, fa2, fa3, fa4, older_fa3, torchs
+from tests.ops.package_stand_ins import cudnn, fa2, fa3, fa4, limit_kernels, older_fa3, torchs
 from tests.ops.tiles import EPSILON, assert_same, error, room, some_heads
 from tests.pairs import pairwise
 from tests.refusals import refused
@@ -40,7 +40,7 @@ def test_few_heads_at_a_time(monkeypatch, stand_in, heads, kv_heads, most, calls
     made = stand_in(monkeypatch)
     tile = Masked(pattern, TOKENS, TOKENS, heads, kv_heads, 16, torch.bfloat16, BATCH, device="cpu")
     documents = len(DOCUMENTS) - 1 if isinstance(pattern, Segments) else 1
-    monkeypatch.setattr(few_heads, "OFFSETS", reach(most, documents))
+    limit_kernels(monkeypatch, offsets=reach(most, documents))
     for into in (None, room(tile.q, some_heads)):
         made.calls = 0
         part = tile.forward(made.kernel, into)
@@ -61,7 +61,7 @@ def test_few_heads_at_a_time(monkeypatch, stand_in, heads, kv_heads, most, calls
 def test_a_head_that_does_not_fit_is_refused(monkeypatch, stand_in):
     made = stand_in(monkeypatch)
     tile = Masked(CAUSAL, TOKENS, TOKENS, 2, 1, 16, torch.bfloat16, BATCH, device="cpu")
-    monkeypatch.setattr(few_heads, "OFFSETS", reach(1) - 1)
+    limit_kernels(monkeypatch, offsets=reach(1) - 1)
     with refused(f"'{made.kernel.name}' | 2^31 numbers | 338 x 64 | another kernel", error=KernelError):
         tile.backward(made.kernel)
     assert made.calls == 0
@@ -69,7 +69,7 @@ def test_a_head_that_does_not_fit_is_refused(monkeypatch, stand_in):
 
 def test_cudnn_gets_nothing_that_is_far_away(monkeypatch):
     made = cudnn(monkeypatch)
-    monkeypatch.setattr(few_heads, "OFFSETS", reach(4))
+    limit_kernels(monkeypatch, offsets=reach(4))
     tile = Masked(CAUSAL, TOKENS, TOKENS, 4, 2, 16, torch.bfloat16, BATCH, device="cpu")
     tile.q, tile.k, tile.v, tile.grad = (far_rows(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     assert error(tile.forward(made.kernel).out, tile.out) < EPSILON[torch.bfloat16]
@@ -81,7 +81,7 @@ def test_cudnn_gets_nothing_that_is_far_away(monkeypatch):
 def test_fa4_gets_all_heads(monkeypatch):
     """Its offsets have 64 bits."""
     made = fa4(monkeypatch)
-    monkeypatch.setattr(few_heads, "OFFSETS", reach(1))
+    limit_kernels(monkeypatch, offsets=reach(1))
     tile = Masked(CAUSAL, TOKENS, TOKENS, 4, 2, 16, torch.bfloat16, BATCH, device="cpu")
     tile.forward(made.kernel)
     tile.backward(made.kernel)

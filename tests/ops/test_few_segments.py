@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from bmburst_ops.flash import CAUSAL, Band, Gradients, Segments, few_heads, few_segments
+from bmburst_ops.flash import CAUSAL, Band, Gradients, Segments
 from tests.ops.masked import Masked, gradient_bound
-from tests.ops.package_stand_ins import fa2, fa3, fa4, torchs
+from tests.ops.package_stand_ins import fa2, fa3, fa4, limit_kernels, torchs
 from tests.ops.tiles import EPSILON, assert_same, error, room, some_heads
 from tests.pairs import pairwise
 
@@ -27,7 +27,7 @@ APART = (0, 0, 0, QUERIES, QUERIES), (0, 7, 9, 20, KEYS)  # pieces without queri
 def test_few_segments_at_a_time(monkeypatch, stand_in, most, batch, pattern):
     made = stand_in(monkeypatch)
     tile = Masked(pattern, QUERIES, KEYS, 4, 2, 16, torch.bfloat16, batch, device="cpu")
-    monkeypatch.setattr(few_segments, "MOST", most * batch)
+    limit_kernels(monkeypatch, segments=most * batch)
     for into in (None, room(tile.q, some_heads)):
         part = tile.forward(made.kernel, into)
         assert into is None or assert_same(part, into) is None
@@ -44,8 +44,7 @@ def test_few_segments_at_a_time(monkeypatch, stand_in, most, batch, pattern):
 def test_few_heads_of_few_segments(monkeypatch):
     made = fa2(monkeypatch)
     tile = Masked(Segments(CAUSAL, *EDGES), QUERIES, KEYS, 4, 2, 16, torch.bfloat16, 1, device="cpu")
-    monkeypatch.setattr(few_segments, "MOST", 4)
-    monkeypatch.setattr(few_heads, "OFFSETS", 2 * (20 + 4 * 128) * 64 + 1)
+    limit_kernels(monkeypatch, offsets=2 * (20 + 4 * 128) * 64 + 1, segments=4)
     for ours, wanted in zip(tile.backward(made.kernel), tile.gradients, strict=True):
         assert error(ours, wanted) < gradient_bound(made.kernel)
     assert made.calls == 4
@@ -53,6 +52,6 @@ def test_few_heads_of_few_segments(monkeypatch):
 
 def test_fa4_gets_all_segments(monkeypatch):
     made = fa4(monkeypatch)
-    monkeypatch.setattr(few_segments, "MOST", 1)
+    limit_kernels(monkeypatch, segments=1)
     Masked(Segments(CAUSAL, *EDGES), QUERIES, KEYS, 4, 2, 16, torch.bfloat16, 1, device="cpu").forward(made.kernel)
     assert made.calls == 1

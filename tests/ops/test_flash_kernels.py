@@ -13,6 +13,7 @@ from bmburst_ops.merge import merge_partials_, row_dots, surrogate_out
 from tests.attention.oracle import draw
 from tests.live_bytes import LiveBytes
 from tests.ops.masks import attention
+from tests.ops.package_stand_ins import take_operations
 from tests.refusals import refused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,7 +116,7 @@ def test_torchs_switch_is_set_for_a_deterministic_call_only(monkeypatch):
             raise RuntimeError("on purpose")
         return q, q, q
 
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    take_operations(monkeypatch, _flash_attention_backward=backward)
     given = BackwardInputs(q, q, q, q, torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
     call = partial(TorchKernel().backward, given, Scoring(CAUSAL, 1))
     try:

@@ -17,7 +17,7 @@ from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.machine import beta_of, is_there, version_of
 from tests.ops.another_machine import AnotherMachine
 from tests.ops.masked import Masked, tile_of
-from tests.ops.package_stand_ins import cudnn, fa2, fa3, fa4, older_fa3
+from tests.ops.package_stand_ins import cudnn, fa2, fa3, fa4, older_fa3, take_operations
 from tests.ops.tiles import (
     EPSILON,
     assert_same,
@@ -88,8 +88,11 @@ def test_fa4_writes_where_it_can(monkeypatch):
 
 
 def test_torch_gives_results_where_asked(monkeypatch):
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *_, **__: (1 * q, 2 * statistic, None))
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", lambda *_, **__: (3 * q, 4 * q, 5 * q))
+    take_operations(
+        monkeypatch,
+        _flash_attention_forward=lambda *_, **__: (1 * q, 2 * statistic, None),
+        _flash_attention_backward=lambda *_, **__: (3 * q, 4 * q, 5 * q),
+    )
     q = torch.randn(1, 5, 2, 16).bfloat16()
     out, *into = (some_heads(torch.zeros_like(q)) for _ in range(4))
     kernel, scoring = TorchKernel(), Scoring(CAUSAL, 1.0)

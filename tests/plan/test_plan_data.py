@@ -151,8 +151,7 @@ def _step_of(rows, row):
     return found["seconds"], found["allocated_gib"]
 
 
-def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+def test_this_machine_is_measured(tmp_path, capsys, no_cuda):
     file = tmp_path / "machine.toml"
     assert main(["plan", "--calibrate", "--nproc", "1", "--output", str(file)]) == 0
     printed = capsys.readouterr()

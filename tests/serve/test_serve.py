@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import socket
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -372,7 +373,8 @@ def test_starts_that_are_refused(model: Path, tmp_path: Path, capsys: Any, monke
         taken.listen()
         port = str(taken.getsockname()[1])
         says(refused(capsys, *given[:-1], port), f"--port {port} | in use")
-    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda _: None)
+    for package in ("starlette", "uvicorn"):
+        monkeypatch.setitem(sys.modules, package, None)
     says(refused(capsys, *given), "starlette and uvicorn | pip install 'bmburst[serve]'", lines=2)
 
 

@@ -3,6 +3,7 @@
 import re
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from bmburst.schedule.hardware import load_hardware
 from bmburst.train.check import record_steps
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
 from bmburst.train.memory_plan import DeviceMemory, expected_memory, explain, explained, planned
+from tests.distributed.programs import on_program
 from tests.refusals import refused
+from tests.train import run_program as program
 
 GIB = 2**30
 ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB"
@@ -29,9 +32,7 @@ def config(length, **changes):
 
 
 def long(length):
-    import dataclasses
-
-    return dataclasses.replace(preset("llama-3-8b"), max_position_embeddings=length)
+    return replace(preset("llama-3-8b"), max_position_embeddings=length)
 
 
 def said(run, ranks=8, gib=139.8, reserved=130.0, free=None, host=None, expands=False):
@@ -194,13 +195,11 @@ def test_torchs_error_becomes_ours(monkeypatch, error, words):
     assert not caught.value.on_all_ranks
 
 
-def test_check_explains_them_too(monkeypatch, tmp_path):
-    def full(_trainer, _config):
-        raise torch.OutOfMemoryError("Tried to allocate 5.00 GiB. GPU 0 has")
-
-    monkeypatch.setattr("bmburst.train.trainer.Trainer.__init__", full)
-    with refused("GPU memory", error=RunError, lines=50):
-        record_steps(config(2**17, output=tmp_path / "run"), 1)
+@on_program(1)
+def test_check_explains_them_too(tmp_path):
+    beyond = replace(program.SHAPE, vocab_size=2**30, hidden_size=2**22)  # bytes that no process can address
+    with refused("rank 0", "host memory", "fix: ", error=RunError):
+        record_steps(program.config(tmp_path, "run", model=beyond, recompute="none"), 1)
 
 
 def test_a_gpu_without_memory_for_a_rank_is_no_traceback(monkeypatch):
@@ -225,8 +224,7 @@ def test_a_host_whose_memory_is_over_is_no_traceback(monkeypatch):
         torch.zeros(4).view(3)
 
 
-def test_on_a_cpu_the_process_so_far_and_the_tensors_to_come_are_expected(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+def test_on_a_cpu_the_process_so_far_and_the_tensors_to_come_are_expected(no_cuda):
     config = TrainConfig()
     before = peak_bytes()[0]
     found = expected_memory(config, 2, 2)
