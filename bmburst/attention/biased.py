@@ -18,7 +18,14 @@ from torch import Tensor
 from bmburst.attention.call import DecidedCalls, Executor, SequenceCall, StrategyRequest, head_shapes
 from bmburst.attention.function import SequenceAttention
 from bmburst.attention.graphs import outside_of_graphs
-from bmburst.attention.options import gradient_signature, require_numbers, require_scale, require_transport, scale_of
+from bmburst.attention.options import (
+    gradient_signature,
+    require_numbers,
+    require_own_memory,
+    require_scale,
+    require_transport,
+    scale_of,
+)
 from bmburst.attention.ring import Tensors, carry_home, visiting_kv
 from bmburst.comm.checks import CheckedCommunicator, describe_tensors
 from bmburst.errors import UserError, require_known
@@ -204,6 +211,8 @@ def _decide(
         try:
             own = Pairs(sequence.formula, sequence.relations, sequence.tokens, sequence.tokens)
             require_inputs(q, k, v, table, own)
+            for name, tensor in zip(("q", "k", "v", "table"), tensors, strict=True):
+                require_own_memory(name, tensor)
             require_numbers("q", q)
             require_transport(comm, q, sequence.transport)
             if not q.is_cuda and sequence.is_new:  # on a GPU the host would wait; there such biases are NaN

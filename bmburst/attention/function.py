@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, Executor, SequenceCall
-from bmburst.attention.options import gradient_signature, require_no_transform, require_tensor
+from bmburst.attention.options import gradient_signature, require_no_transform, require_own_memory, require_tensor
 from bmburst.comm.checks import call_number, describe_tensors, in_backward_of
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
@@ -153,6 +153,7 @@ def check_sink(q: Tensor, sink: Tensor) -> tuple[None, str]:
         UserError: The sink has the wrong type, shape, dtype or device.
     """
     require_tensor("sink", sink, "[heads], one number a query head")
+    require_own_memory("sink", sink)
     described = f"attention with a sink\nsink {describe_tensors(sink)}\nsink {gradient_signature(sink)}"
     if not isinstance(q, Tensor) or q.dim() != 4:
         return None, described

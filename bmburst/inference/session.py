@@ -120,18 +120,22 @@ class GenerationBatch:
         """
         for sequence, tokens in enumerate(prompts):
             self.cache.require_room(sequence, len(tokens))
-        prompts = self._aligned(prompts)
-        if not any(len(tokens) for tokens in prompts):
-            return
-        chunk = self.engine.chunk_tokens
-        hidden = self.engine.prefill(self.cache, dict(enumerate(prompts)), chunk, on_tokens)
-        self.logits = result_of(self._decoder.logits(hidden))
+        prompts, logits = self._aligned(prompts)
+        if any(len(tokens) for tokens in prompts):
+            chunk = self.engine.chunk_tokens
+            hidden = self.engine.prefill(self.cache, dict(enumerate(prompts)), chunk, on_tokens)
+            logits = result_of(self._decoder.logits(hidden))
+        self.logits = logits  # only now: an exception leaves none behind a part of a prompt
 
-    def _aligned(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Decode the first tokens until the length is a multiple of the token groups, where a prefill can start."""
-        groups = self.engine.split.token_groups
+    def _aligned(self, prompts: Sequence[Sequence[int]]) -> tuple[Sequence[Sequence[int]], Tensor | None]:
+        """Decode the first tokens until the length is a multiple of the token groups, where a prefill can start.
+
+        Returns:
+            The tokens that are left, and the logits behind the last decoded one; None: there was nothing to decode.
+        """
+        groups, logits = self.engine.split.token_groups, None
         if not any(length % groups for length in self.cache.lengths):
-            return prompts
+            return prompts, logits
         if len(prompts) > 1:
             raise UserError(
                 "with a cache split by tokens, several sequences take one prompt each\nfix: one session per sequence"
@@ -139,8 +143,8 @@ class GenerationBatch:
         (tokens,) = prompts
         early, whole = -self.cache.lengths[0] % groups, self.cache.lengths[0] + len(tokens)
         for token in tokens[:early]:
-            self.logits = self._decoder.step(torch.tensor([token], device=self.engine.weights.device), whole)
-        return [tokens[early:]]
+            logits = self._decoder.step(torch.tensor([token], device=self.engine.weights.device), whole)
+        return [tokens[early:]], logits
 
     def not_numbers(self) -> list[int]:
         """Return the sequences with a NaN in the logits of `prefill`; waits for the device. All ranks return the same.

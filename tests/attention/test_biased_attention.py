@@ -10,6 +10,7 @@ from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst.comm.groups import communicator
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import PADDING, Tokens
+from tests.attention.test_refusals import Standing
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import on_ranks
 from tests.ops.biased_oracle import draw, draw_ant, draw_bee, reference
@@ -89,6 +90,7 @@ def test_refuses_on_every_rank(comm):
         ({}, (q, k, v, table.float() if first else table), {}, f"{disagree} | float32[21, 3] | float64[21, 3]"),
         ({}, (q.clone().requires_grad_() if first else q, k, v, table), {}, f"{disagree} | without gradient"),
         ({}, (q[:, 1:], k, v, table), {}, "[2, 29] | [2, 28] | fix: "),
+        ({}, (q, k, v, table.as_subclass(Standing) if first else table), {}, "table | Standing | fix: | plain tensor"),
         ({}, (q, k, v, table), {"scale": 0.0}, "scale | positive | 0.0"),
         ({}, (q, k, v, table), {"scale": math.inf}, "scale | positive | inf"),
         ({"relations": relations + 30 * first}, (q, k, v, table), {}, "relation | 30 | 0 to 9"),

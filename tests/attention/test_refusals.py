@@ -134,6 +134,7 @@ def test_what_only_stands_for_tensors_is_not_cut(function):
 
 
 OVER_RANKS = {
+    "sink": lambda x, group: bmburst.burst_attention(*[torch.zeros(1, 4, 2, 8)] * 3, sink=x[0, 0, :, 0], group=group),
     "attention": lambda x, group: bmburst.burst_attention(x, x, x, group=group),
     "scan": lambda x, group: bmburst.burst_scan(x, x, group=group),
     "conv": lambda x, group: bmburst.burst_causal_conv(x.flatten(2), x.new_zeros(16, 2), group=group),

@@ -330,19 +330,25 @@ def test_a_directory_that_one_rank_lacks_is_told_on_all() -> None:
     run_ranks(2, body)
 
 
-def test_an_interrupted_session_does_not_go_on_with_tokens_that_its_text_lacks() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_interrupted_session_does_not_go_on_with_tokens_that_its_text_lacks(ranks: int) -> None:
+    """Ranks that share tokens have decoded the first one of the turn: behind it there are logits, but no turn."""
+
     def stop(_: int) -> None:
         raise KeyboardInterrupt
 
-    session = prefilled(alone())
-    with pytest.raises(KeyboardInterrupt):
-        session.prefill([4, 5], stop)
-    refuse(lambda: session.generate(max_new_tokens=2), "prefill")
-    refuse(lambda: session.prefill([4, 5]), "interrupted", "session.keep(0)")
-    assert session.keep(3) == 3  # its first turn is whole
-    session.prefill(prompt(6))
-    never = {"eos_ids": (VOCAB + 1,)}
-    assert list(session.generate(max_new_tokens=5, **never)) == greedy("llama", (1, 2, 3, *prompt(6)), 5)
+    def body(comm: CheckedCommunicator) -> list[int]:
+        session = prefilled(over(comm, cache="tokens"))
+        with pytest.raises(KeyboardInterrupt):
+            session.prefill([4, 5], stop)
+        for one in (session, session.fork()):
+            refuse(lambda one=one: one.generate(max_new_tokens=2), "prefill")
+            refuse(lambda one=one: one.prefill([4, 5]), "interrupted", "session.keep(0)")
+        assert session.keep(3) == 4 - comm.size  # its first turn is whole
+        session.prefill((*(1, 2, 3)[4 - comm.size :], *prompt(6)))
+        return list(session.generate(max_new_tokens=5, eos_ids=(VOCAB + 1,)))
+
+    assert run_ranks(ranks, body) == [greedy("llama", (1, 2, 3, *prompt(6)), 5)] * ranks
 
 
 @pytest.mark.parametrize("cache", ["auto", "tokens"])
