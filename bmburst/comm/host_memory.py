@@ -64,7 +64,7 @@ def paged_in(memory: mmap.mmap, device: int | None, offset: int = 0) -> Tensor:
 
 
 def page_slices(size: int, count: int) -> list[slice]:
-    """Return about `count` slices that together have the first byte of every page of `size` bytes."""
+    """Return at most `count` slices that together have the first byte of every page of `size` bytes."""
     each = max(1, -(-size // (count * mmap.PAGESIZE))) * mmap.PAGESIZE
     return [slice(start, min(start + each, size), mmap.PAGESIZE) for start in range(0, size, each)]
 

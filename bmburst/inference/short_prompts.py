@@ -24,7 +24,7 @@ from bmburst.inference.cache import KVCache
 from bmburst.inference.layers import hidden_states
 from bmburst.inference.replay import Phases, Replay
 from bmburst.inference.weights import ModelWeights
-from bmburst.plan.inference import SHORT_STEP, ShortPromptLimits
+from bmburst.plan.inference import SHORT_STEP, ShortPromptLimits, dividing_ranks
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.layout import Zigzag, real_positions
 from bmburst.schedule.mask import causal_mask
@@ -79,14 +79,14 @@ class ShortPrompts:
 
     def __call__(self, cache: KVCache, sequence: int, ids: np.ndarray) -> Tensor:
         """Fill an empty sequence of a cache and return the hidden state of the last token, `[1, hidden_size]`."""
-        is_divided = len(ids) > SHORT_STEP
-        step = SHORT_STEP * self._comm.size if is_divided else SHORT_STEP
+        ranks = dividing_ranks(len(ids), self._comm.size)
+        step = SHORT_STEP * ranks
         padded = -(-len(ids) // step) * step
         if self._memory is None:
             self._memory = _Memory.of(self._weights, cache.split, self.most, self._comm.size)
         assert self._memory.cache.split == cache.split, "all caches of an engine have its split"
         if padded not in self._prompts:
-            comm = self._comm if is_divided else single_rank_group(self._comm)
+            comm = self._comm if ranks == self._comm.size else single_rank_group(self._comm)
             kernel = _kernel_of(self._weights, self._kernel)
             made = _PaddedPrompt(self._weights, comm, kernel, self._memory, padded)
             self._prompts[padded] = made, self._repeat(made.work)

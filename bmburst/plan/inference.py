@@ -150,9 +150,10 @@ class ShortPromptLimits:
         gathered = cache / self.memory.config.num_layers * (1 + 1 / ranks) if ranks > 1 else 0.0
         return cache / ranks + gathered + self.temporary
 
-    def ranks_of(self, tokens: int) -> int:
-        """Return the number of ranks that divide a prompt."""
-        return self.ranks if tokens > SHORT_STEP else 1
+
+def dividing_ranks(tokens: int, ranks: int) -> int:
+    """Return how many of the ranks of a node divide a short prompt: all of them, or each computes the whole one."""
+    return ranks if tokens > SHORT_STEP else 1
 
 
 def chunk_of(chunk_tokens: int | None, ranks: int, name: str = "chunk_tokens") -> int:
@@ -422,7 +423,7 @@ def _first_token(task: GenerationTask, split: CacheSplit, hardware: Hardware) ->
 
 def _short_prefill(task: GenerationTask, short: ShortPromptLimits, hardware: Hardware) -> float:
     """Return the seconds of a short prompt: those of one GPU, divided, and an all-gather in each layer."""
-    model, work, ranks = task.model, task.work, short.ranks_of(task.prompt)
+    model, work, ranks = task.model, task.work, dividing_ranks(task.prompt, short.ranks)
     attention = model.num_layers * _attention_cost(task, short.memory.split, hardware).forward.total
     products = hardware.matmul_seconds(work.products(task.prompt) / ranks, -(-task.prompt // ranks))
     elementwise = hardware.memory_seconds(work.elementwise(task.prompt))
