@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bmburst_ops.errors import KernelError, first_order
-from bmburst_ops.linears import GradientSum, LowRank, add_product, low_rank_backward, low_rank_product, product
+from bmburst_ops.linears import GradientSum, LowRank, add_product, low_rank_backward, product
 from bmburst_ops.swiglu import swiglu
 
 Adapter = tuple[LowRank, tuple[GradientSum | None, GradientSum | None]]
@@ -82,7 +82,9 @@ def _numbered(term: LowRank, rest: Iterator[tuple[Tensor, bool]], wide: torch.dt
 
 def _with_term(result: Tensor, states: Tensor, term: LowRank | None) -> Tensor:
     """Return a product, with a low-rank term of the same input added in place."""
-    return result if term is None else result.add_(low_rank_product(states, term))
+    if term is not None:
+        term.add_output(result, states)
+    return result
 
 
 def gate_and_up(states: Tensor, gate: Tensor, up: Tensor, terms: Sequence[LowRank | None]) -> tuple[Tensor, Tensor]:

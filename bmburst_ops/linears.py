@@ -99,6 +99,13 @@ class LowRank:
         parts = [self.dropout.at(tokens)(x[tokens]) @ self.a.t() for tokens in self.dropout.chunks()]
         return torch.cat(parts) * self.scale
 
+    def add_output(self, total: Tensor, x: Tensor, rows: slice = slice(None)) -> None:
+        """Add `rows` of the outputs to `total`, `[tokens, outputs]`, in place; `x` is `[tokens, in]`.
+
+        One kernel reads and writes the total. A product and a sum would move twice as many bytes.
+        """
+        total.addmm_(self.inner(x), self.b[self.rows][rows].t())
+
     def add_input_gradient(self, total: Tensor, of_inner: Tensor, columns: slice = slice(None)) -> None:
         """Add the gradient of some features of the input, given that of `inner` times `scale`, in place."""
         a = self.a[:, columns]
@@ -234,7 +241,7 @@ _FIRST = 5  # arguments of `_Linears` before the matrices
 def _result(x: Tensor, weight: Tensor, term: LowRank | None) -> Tensor:
     product = torch.nn.functional.linear(x, weight)
     if term is not None:
-        product.add_(low_rank_product(x.flatten(0, -2), term).view(product.shape))
+        term.add_output(product.view(-1, product.shape[-1]), x.flatten(0, -2))
     return product
 
 
@@ -292,11 +299,6 @@ def linears(
         *(x, chosen, is_needed, added, later), *weights, *matrices
     )
     return results
-
-
-def low_rank_product(x: Tensor, term: LowRank, rows: slice = slice(None)) -> Tensor:
-    """Return `rows` of a term's outputs, `[tokens, outputs]` for `[tokens, in]`; without an autograd graph."""
-    return term.inner(x) @ term.b[term.rows][rows].t()
 
 
 def low_rank_backward(

@@ -31,7 +31,7 @@ from bmburst.recompute.host_store import MLP_OUTPUTS
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.tiles import Span
 from bmburst_ops.gated_mlp import Adapter, chunk_backward, gate_and_up
-from bmburst_ops.linears import GradientSum, low_rank_backward, low_rank_product, sum_of_products
+from bmburst_ops.linears import GradientSum, low_rank_backward, sum_of_products
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 from bmburst_ops.rotary import rotate
@@ -233,7 +233,7 @@ class BlockWork:
         """Return some outputs of a linear layer for the tokens `at`."""
         product = torch.mm(normed, linear.weight[rows].t(), out=out)
         if term := linear.adapter(self._keys_at(at)):
-            product += low_rank_product(normed, term, rows)
+            term.add_output(product, normed, rows)
         if linear.has_bias:
             product += linear.bias[rows]
         return product
