@@ -212,12 +212,28 @@ class LoRAConfig:
         layers = range(model.num_layers if self.rank_pattern else 1)
         return max(self._elements(model, tensor, layer) for layer in layers)
 
+    def features(self, model: "LlamaConfig", tensor: int = 1) -> tuple[int, int]:
+        """Return the inputs of a block's matrices with adapters on a tensor rank, summed, and their outputs."""
+        sides = self._sides(model, tensor)
+        inputs, outputs = zip(*(sides[name] for name in self.matrices), strict=True)
+        return sum(inputs), sum(outputs)
+
     def _elements(self, model: "LlamaConfig", tensor: int, layer: int) -> int:
+        sides = self._sides(model, tensor)
+        pairs = zip(self.matrices, self.modules(layer), strict=True)
+        return sum(self.rank_of(module) * sum(sides[name]) for name, module in pairs)
+
+    @staticmethod
+    def _sides(model: "LlamaConfig", tensor: int) -> dict[str, tuple[int, int]]:
+        """Return the inputs and outputs of each matrix of a block on a tensor rank."""
         hidden, query = model.hidden_size, model.num_heads // tensor * model.head_dim
         kv, inner = max(1, model.num_kv_heads // tensor) * model.head_dim, model.intermediate_size // tensor
-        sides = {"q_proj": query, "o_proj": query, "k_proj": kv, "v_proj": kv}
-        pairs = zip(self.matrices, self.modules(layer), strict=True)
-        return sum(self.rank_of(module) * (hidden + sides.get(name, inner)) for name, module in pairs)
+        into = {"q_proj": query, "k_proj": kv, "v_proj": kv, "gate_proj": inner, "up_proj": inner}
+        out_of = {"o_proj": query, "down_proj": inner}
+        return {
+            **{name: (hidden, width) for name, width in into.items()},
+            **{name: (width, hidden) for name, width in out_of.items()},
+        }
 
     @property
     def is_on(self) -> bool:

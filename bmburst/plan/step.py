@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, fields, replace
 
+from bmburst.blocks.lora import LoRAConfig
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import (
     BACKWARD,
@@ -284,9 +285,26 @@ def _trained_of_blocks(candidate: Candidate) -> float:
 def _products(candidate: Candidate, hardware: Hardware) -> _Work:
     task, rows = candidate.task, candidate.rows
     seconds = hardware.matmul_seconds(2.0 * rows * block_matrices(task.model, candidate.tensor), rows)
-    adapters = hardware.matmul_seconds(2.0 * rows * adapter_elements(task.model, task.lora, candidate.tensor), rows)
-    backward = BACKWARD - 1 if task.lora else BACKWARD  # frozen matrices have no gradient
-    return _Work(seconds + adapters, backward * seconds + BACKWARD * adapters)
+    if task.lora is None:
+        return _Work(seconds, BACKWARD * seconds)
+    adapters = _adapters(candidate, hardware, task.lora)  # frozen matrices have no gradient
+    return _Work(seconds + adapters.forward, (BACKWARD - 1) * seconds + adapters.backward)
+
+
+def _adapters(candidate: Candidate, hardware: Hardware, lora: LoRAConfig) -> _Work:
+    """Seconds of low-rank terms. Memory bounds their products unless ranks are large.
+
+    Forward reads inputs and adds to outputs. Backward reads inputs and gradients of outputs twice, and adds to
+    gradients of inputs (`bmburst_ops.linears.low_rank_backward`).
+    """
+    task, rows = candidate.task, candidate.rows
+    inputs, outputs = lora.features(task.model, candidate.tensor)
+    element = float(rows * task.itemsize)
+    product = hardware.matmul_seconds(2.0 * rows * adapter_elements(task.model, lora, candidate.tensor), rows)
+    return _Work(
+        max(product, hardware.memory_seconds(element * (inputs + 2 * outputs))),
+        max(BACKWARD * product, hardware.memory_seconds(element * (4 * inputs + 2 * outputs))),
+    )
 
 
 def _elements(candidate: Candidate, hardware: Hardware, operators: Operators) -> _Work:
