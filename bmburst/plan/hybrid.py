@@ -27,7 +27,7 @@ from bmburst.amounts import GIB, short
 from bmburst.blocks.dtypes import ITEMSIZE
 from bmburst.errors import UserError
 from bmburst.schedule.cost import LinearCost, Placement, Problem
-from bmburst.schedule.hardware import Hardware
+from bmburst.schedule.hardware import Hardware, sustained
 from bmburst.schedule.layout import Zigzag
 from bmburst.schedule.mask import Causal
 from bmburst.schedule.strategy import choose_strategy
@@ -217,7 +217,7 @@ def hybrid_step(model: Hybrid, sequence: int, batch: int, gpus: int, hardware: H
             if gpus > 1 and cost.state:
                 exchanged += count * (cost.forward_bytes(hops) + cost.backward_bytes(hops))
                 seconds["exchange of states"] += count * cost.seconds(hops, hardware)
-    seconds["matmul"] = hardware.matmul_seconds(2.0 * _PASSES * model.active * rows, rows)
+    seconds["matmul"] = sustained(hardware).matmul_seconds(2.0 * _PASSES * model.active * rows, rows)
     seconds["norms, activations"] = rows * model.layers * model.widest * ELEMENTWISE
     # Forward and backward gather weights, backward scatters gradients; they overlap with the rest.
     moved = 3.0 * itemsize * model.weights * (1 - 1 / gpus) / hardware.collective_bandwidth

@@ -28,6 +28,7 @@ from bmburst_ops.host_adamw import Rates, adamw_
 
 PrintLine = Callable[[str], None]
 _LEAST, _MOST = 3, 20  # number of timed calls
+_SUSTAINED, _AT_ONCE = 3.0, 20  # seconds of products until power limits their rate; products between two readings
 _HEAD_DIM = 128
 _GPU_BYTES, _CPU_BYTES = 1 << 27, 1 << 22  # bytes per transfer
 _LINKS_TIMEOUT = 60.0  # seconds without progress after which ranks are terminated
@@ -204,10 +205,27 @@ def _products(device: torch.device, scale: Scale) -> dict[str, Fact]:
         rates.append(2.0 * count * size * size / seconds)
     half = max(0.0, rows * (rates[0] / rates[1] - 1))
     name = f"{size} x {size} by {size} x {size}, {scale.dtype}"
-    return {
+    found: dict[str, Fact] = {}
+    if device.type == "cuda":
+        share = min(1.0, _sustained_rate(right, device) / rates[0])
+        found["matmul_sustained"] = measured(share, "of the rate", f"the same after {_SUSTAINED:g} s without a pause")
+    return found | {
         "matmul": measured(rates[0], "FLOP/s", name),
         "matmul_half_rows": measured(half, "tokens", f"the same with {rows} rows: {rates[1]:.3g} FLOP/s"),
     }
+
+
+def _sustained_rate(matrix: Tensor, device: torch.device) -> float:
+    """Return the FLOP/s of a square matrix's product with itself, after `_SUSTAINED` seconds of such products."""
+
+    def some() -> None:
+        for _ in range(_AT_ONCE):
+            torch.mm(matrix, matrix)
+
+    begun, seconds = time.perf_counter(), 0.0
+    while time.perf_counter() - begun < _SUSTAINED:
+        seconds = _once(some, device)
+    return _AT_ONCE * 2.0 * len(matrix) ** 3 / seconds
 
 
 def _attention(device: torch.device, scale: Scale) -> dict[str, Fact]:

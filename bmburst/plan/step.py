@@ -30,7 +30,7 @@ from bmburst.plan.counts import (
 from bmburst.plan.memory import block_bytes
 from bmburst.plan.stages import schedule_of, send_seconds, splitting_layers, stage_of
 from bmburst.schedule.cost import AttentionCost
-from bmburst.schedule.hardware import Hardware
+from bmburst.schedule.hardware import Hardware, sustained
 from bmburst.schedule.pipeline import PassTimes
 
 MEASURED_RANKS = 4  # over which the host's time of ZeRO was measured; more are taken for as many
@@ -85,7 +85,8 @@ class _Work:
 
 
 def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> StepTime:
-    """Return the predicted seconds of a step."""
+    """Return the predicted seconds of a step of a long run."""
+    hardware = sustained(hardware)
     if candidate.pipe > 1:
         return _pipeline_time(candidate, hardware, operators)
     return _step_time(candidate, hardware, operators, has_head=True)

@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +20,7 @@ class Hardware:
         name: Name of the machine.
         peak: Peak FLOP/s, the reference of model FLOPs utilisation (MFU).
         matmul: FLOP/s of a large product of 16-bit matrices.
+        matmul_sustained: Fraction of that rate that products keep for longer than a second: power limits the clock.
         matmul_half_rows: Tokens at which a matrix product runs at half that rate.
         attention_forward: FLOP/s of the attention kernel on long sequences; a causal mask counts half.
         attention_backward: The same, backward.
@@ -62,6 +63,7 @@ class Hardware:
     name: str
     peak: float
     matmul: float
+    matmul_sustained: float
     matmul_half_rows: float
     attention_forward: float
     attention_backward: float
@@ -111,13 +113,19 @@ class Hardware:
         return self.attention_backward if backward else self.attention_forward
 
 
+@lru_cache(maxsize=64)
+def sustained(hardware: Hardware) -> Hardware:
+    """Return a machine whose `matmul` is the rate that products keep for longer than a second."""
+    return replace(hardware, matmul=hardware.matmul * hardware.matmul_sustained, matmul_sustained=1.0)
+
+
 NUMBERS = tuple(declared.name for declared in fields(Hardware) if declared.name != "name")
 """The tables of a hardware file."""
 _SINCE = {
-    **{"host_adam": 3.5e9},
+    **{"host_adam": 3.5e9, "matmul_sustained": 1.0},
     **{"pass_host": 5.2e-4, "graph_host": 2.8e-5, "collective_host": 1e-4, "message_host": 7e-5, "zero_host": 6e-4},
 }
-"""Defaults of numbers that older files lack: those of an H200's host."""
+"""Defaults of numbers that older files lack: those of an H200's host, and no limit by power."""
 _MAY_BE_ZERO = (
     *("matmul_half_rows", "attention_half_rows", "attention_call", "attention_tail", "cut_loss", "call_start"),
     *("pass_host", "graph_host", "collective_host", "message_host", "zero_host"),

@@ -17,7 +17,17 @@ from bmburst.schedule.units import HeadShapes
 CAUSAL = Causal()
 H200, CPU = load_hardware("h200"), load_hardware(HOST)
 NEVER = (
-    *("peak", "matmul", "matmul_half_rows", "layer_host", "zero_host", "memory", "reserved", "nccl_memory"),
+    *(
+        "peak",
+        "matmul",
+        "matmul_sustained",
+        "matmul_half_rows",
+        "layer_host",
+        "zero_host",
+        "memory",
+        "reserved",
+        "nccl_memory",
+    ),
     *("workspace", "collective_bandwidth", "host_memory", "host_bandwidth", "host_adam"),
 )
 """Numbers of a machine that price other things than attention."""
