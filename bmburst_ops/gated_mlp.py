@@ -19,11 +19,16 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bmburst_ops.errors import KernelError, first_order
-from bmburst_ops.linears import GradientSum, LowRank, add_product, low_rank_backward, product
+from bmburst_ops.linears import (
+    Adapter,
+    GradientSum,
+    LowRank,
+    add_product,
+    inner_products,
+    low_rank_backward,
+    product,
+)
 from bmburst_ops.swiglu import swiglu
-
-Adapter = tuple[LowRank, tuple[GradientSum | None, GradientSum | None]]
-"""A low-rank term, and the accumulated gradients of its two matrices."""
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -50,7 +55,8 @@ class _GatedMLP(torch.autograd.Function):
                 of_chunk = [term and term.at(_tokens(number, chunk)) for term in terms]
                 inner = swiglu(*gate_and_up(states, gate, up, of_chunk))
                 torch.mm(inner, down.t(), out=result)
-                _with_term(result, inner, of_chunk[2])
+                if (term := of_chunk[2]) is not None:
+                    term.add_output(result, term.inner(inner))
                 del inner  # frees the tensors of this chunk before the next one
         return out
 
@@ -80,16 +86,13 @@ def _numbered(term: LowRank, rest: Iterator[tuple[Tensor, bool]], wide: torch.dt
     return replace(term, a=a, b=b), (of_a, of_b)
 
 
-def _with_term(result: Tensor, states: Tensor, term: LowRank | None) -> Tensor:
-    """Return a product, with a low-rank term of the same input added in place."""
-    if term is not None:
-        term.add_output(result, states)
-    return result
-
-
 def gate_and_up(states: Tensor, gate: Tensor, up: Tensor, terms: Sequence[LowRank | None]) -> tuple[Tensor, Tensor]:
     """Return the outputs of gate and up for a chunk, `[rows, width]` each; see `gated_mlp`."""
-    return _with_term(linear(states, gate), states, terms[0]), _with_term(linear(states, up), states, terms[1])
+    results = linear(states, gate), linear(states, up)
+    for result, term, inner in zip(results, terms, inner_products(states, terms[:2]), strict=False):
+        if term is not None and inner is not None:
+            term.add_output(result, inner)
+    return results
 
 
 def chunk_backward(
@@ -130,9 +133,7 @@ def chunk_backward(
         both = product(grad_gate, gate, torch.promote_types(states.dtype, torch.float32))
         add_product(both, grad_up, up)
         result.copy_(both)
-    for adapter, rows in zip(adapters, (grad_gate, grad_up), strict=False):
-        if adapter is not None:
-            low_rank_backward(states, rows, *adapter, result)
+    low_rank_backward(states, (grad_gate, grad_up), adapters[:2], result)
 
 
 def _of_activation(
@@ -142,8 +143,7 @@ def _of_activation(
     with torch.enable_grad():
         inner = swiglu(*(given.requires_grad_() for given in pair), overwrite_grad=True)
     of_inner = grads @ down
-    if adapter is not None:
-        low_rank_backward(inner.detach(), grads, *adapter, of_inner)
+    low_rank_backward(inner.detach(), (grads,), (adapter,), of_inner)
     grad_gate, grad_up = torch.autograd.grad(inner, pair, of_inner)
     return grad_gate, grad_up, inner.detach()
 

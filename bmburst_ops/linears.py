@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch import Tensor
 from bmburst_ops.autocast import no_autocast
 from bmburst_ops.dropout import Dropout
 from bmburst_ops.errors import KernelError, first_order
+
+Value = TypeVar("Value")
 
 
 def product(a: Tensor, b: Tensor, wide: torch.dtype, *, out: Tensor | None = None) -> Tensor:
@@ -99,15 +101,19 @@ class LowRank:
         parts = [self.dropout.at(tokens)(x[tokens]) @ self.a.t() for tokens in self.dropout.chunks()]
         return torch.cat(parts) * self.scale
 
-    def add_output(self, total: Tensor, x: Tensor, rows: slice = slice(None)) -> None:
-        """Add `rows` of the outputs to `total`, `[tokens, outputs]`, in place; `x` is `[tokens, in]`.
+    def of_inner(self, grad: Tensor) -> Tensor:
+        """Return the gradient of `inner` times `scale`, given that of the term's outputs."""
+        return (grad @ self.b[self.rows]) * self.scale
+
+    def add_output(self, total: Tensor, inner: Tensor, rows: slice = slice(None)) -> None:
+        """Add `rows` of the outputs to `total`, `[tokens, outputs]`, in place.
 
         One kernel reads and writes the total. A product and a sum would move twice as many bytes.
         """
-        total.addmm_(self.inner(x), self.b[self.rows][rows].t())
+        total.addmm_(inner, self.b[self.rows][rows].t())
 
     def add_input_gradient(self, total: Tensor, of_inner: Tensor, columns: slice = slice(None)) -> None:
-        """Add the gradient of some features of the input, given that of `inner` times `scale`, in place."""
+        """Add the gradient of some features of the input, given `of_inner`, in place."""
         a = self.a[:, columns]
         if self.dropout is None:
             total.addmm_(of_inner, a)
@@ -115,6 +121,27 @@ class LowRank:
         dropout = self.dropout.of_columns(columns)
         for tokens in dropout.chunks():
             total[tokens] += dropout.at(tokens)(of_inner[tokens] @ a)
+
+    def add_a_gradient(self, total: GradientSum, of_inner: Tensor, x: Tensor) -> None:
+        """Add the gradient of `a`, given `of_inner` and the input."""
+        if self.dropout is None:
+            total.add_product(of_inner.t(), x)
+            return
+        for tokens in self.dropout.chunks():
+            total.add_product(of_inner[tokens].t(), self.dropout.at(tokens)(x[tokens]))
+
+
+Adapter = tuple[LowRank, tuple[GradientSum | None, GradientSum | None]]
+"""A low-rank term, and the accumulated gradients of `a` and of the used rows of `b`; None: it needs no gradient."""
+
+
+def inner_products(x: Tensor, terms: Sequence[LowRank | None]) -> list[Tensor | None]:
+    """Return `inner` of the terms of layers that share an input. It is read once, unless there is dropout."""
+    found = [term for term in terms if term is not None]
+    if len(found) < 2 or any(term.dropout is not None for term in found):
+        return [None if term is None else term.inner(x) for term in terms]
+    parts = iter((x @ torch.cat([term.a for term in found]).t()).split([len(term.a) for term in found], dim=1))
+    return [None if term is None else next(parts) * term.scale for term in terms]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -203,13 +230,18 @@ class _Linears(torch.autograd.Function):
         parts = [_of_rows(weight, own) for weight, own in zip(matrices, rows, strict=False)]
         if not is_needed:
             return tuple(x.new_empty((*x.shape[:-1], len(part))) for part in parts)
-        return tuple(_result(x, part, term) for part, term in zip(parts, terms, strict=True))
+        results = tuple(torch.nn.functional.linear(x, part) for part in parts)
+        inner = inner_products(x.flatten(0, -2), terms)
+        for result, term, of_term in zip(results, terms, inner, strict=True):
+            if term is not None and of_term is not None:
+                term.add_output(result.view(-1, result.shape[-1]), of_term)
+        return results
 
     @staticmethod
     @first_order(KernelError)
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: torch's checkpoint raises on a second read
-        weights, of_terms = saved[ctx.reads_x :][: len(ctx.rows)], iter(saved[ctx.reads_x + len(ctx.rows) :])
+        weights, of_terms = saved[ctx.reads_x :][: len(ctx.rows)], saved[ctx.reads_x + len(ctx.rows) :]
         states: Any = saved[0].flatten(0, -2) if ctx.reads_x else None
         grads = [grad.flatten(0, -2) for grad in grad_outputs]
         parts = [_of_rows(weight, own) for weight, own in zip(weights, ctx.rows, strict=True)]
@@ -221,28 +253,57 @@ class _Linears(torch.autograd.Function):
                 ctx.later.add(product)
                 product = None
             of_weights.append(None if product is None else product.gradient())
-        for grad, own, kept in zip(grads, ctx.rows, ctx.terms, strict=True):
-            if kept is not None:
-                scale, dropout = kept
-                term = LowRank(next(of_terms), next(of_terms), scale, own, dropout)
-                wanted = ctx.needs_input_grad[_FIRST + len(of_weights) :][:2]
-                wide = grad.dtype if dropout is None else torch.promote_types(grad.dtype, torch.float32)
-                sums = [GradientSum(wide) if each else None for each in wanted]
-                low_rank_backward(states, grad, term, sums, grad_x)
-                totals = (None if each is None else each.total for each in sums)
-                of_a, of_b = (None if total is None else total.to(grad.dtype) for total in totals)
-                of_weights += [of_a, None if of_b is None else _in_rows(of_b, term.b.shape, own)]
+        wanted = ctx.needs_input_grad[_FIRST + len(weights) :]
+        of_weights += _low_rank_gradients(ctx.terms, ctx.rows, of_terms, wanted, states, grads, grad_x)
         return None if grad_x is None else grad_x.view(ctx.shape), *[None] * (_FIRST - 1), *of_weights
 
 
 _FIRST = 5  # arguments of `_Linears` before the matrices
 
 
-def _result(x: Tensor, weight: Tensor, term: LowRank | None) -> Tensor:
-    product = torch.nn.functional.linear(x, weight)
-    if term is not None:
-        term.add_output(product.view(-1, product.shape[-1]), x.flatten(0, -2))
-    return product
+def _in_pairs(values: Sequence[Value]) -> Iterator[tuple[Value, Value]]:
+    return zip(values[::2], values[1::2], strict=True)
+
+
+def _low_rank_gradients(
+    kept: Sequence[tuple[float, Dropout | None] | None],
+    rows: Sequence[slice],
+    matrices: Sequence[Tensor],
+    wanted: Sequence[bool],
+    states: Tensor,
+    grads: Sequence[Tensor],
+    grad_x: Tensor | None,
+) -> list[Tensor | None]:
+    """Return the gradients of all a and b, and add those of the input in place; see `low_rank_backward`.
+
+    Args:
+        kept: For each layer the scale and the dropout of its term, or None.
+        rows: For each layer the rows of the weight, and of b, that it uses.
+        matrices: a and b of each term.
+        wanted: For each of them whether it needs a gradient.
+        states: See `low_rank_backward`, as the others.
+        grads: See above.
+        grad_x: See above.
+    """
+    dtype, pairs = grads[0].dtype, zip(_in_pairs(matrices), _in_pairs(wanted), strict=True)
+    adapters: list[Adapter | None] = []
+    for of_term, own in zip(kept, rows, strict=True):
+        if of_term is None:
+            adapters.append(None)
+            continue
+        (a, b), needed = next(pairs)
+        scale, dropout = of_term
+        wide = dtype if dropout is None else torch.promote_types(dtype, torch.float32)
+        of_a, of_b = (GradientSum(wide) if each else None for each in needed)
+        adapters.append((LowRank(a, b, scale, own, dropout), (of_a, of_b)))
+    low_rank_backward(states, grads, adapters, grad_x)
+    found: list[Tensor | None] = []
+    for term, (of_a, of_b) in filter(None, adapters):
+        found.append(None if of_a is None or of_a.total is None else of_a.total.to(dtype))
+        found.append(
+            None if of_b is None or of_b.total is None else _in_rows(of_b.total.to(dtype), term.b.shape, term.rows)
+        )
+    return found
 
 
 def sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -302,27 +363,48 @@ def linears(
 
 
 def low_rank_backward(
-    x: Tensor, grad: Tensor, term: LowRank, sums: Sequence[GradientSum | None], of_x: Tensor | None
+    x: Tensor, grads: Sequence[Tensor], adapters: Sequence[Adapter | None], of_x: Tensor | None
 ) -> None:
-    """Backward of a low-rank term: add the gradients of its input and of a and b in place.
+    """Backward of the low-rank terms of layers that share an input: add the gradients of x and of all a and b in place.
+
+    Without dropout, `x` is read twice for all terms, and `of_x` is read and written once.
 
     Args:
         x: The input, `[tokens, in]`; not read if a and b need no gradient.
-        grad: The gradient of the layer's result, `[tokens, rows]`.
-        term: The term.
-        sums: Accumulated gradients of a and of the used rows of b; None for a matrix that needs no gradient.
+        grads: For each layer the gradient of its result, `[tokens, rows]`.
+        adapters: For each layer its term with the accumulated gradients; None for a layer without one.
         of_x: The gradient of `x`; None if it is not needed.
     """
-    of_a, of_b = sums
-    of_inner = (grad @ term.b[term.rows]) * term.scale
+    found = [(grad, *adapter) for grad, adapter in zip(grads, adapters, strict=True) if adapter is not None]
+    if any(term.dropout is not None for _, term, _ in found):  # each term has numbers of its own
+        for each in found:
+            _terms_backward(x, [each], of_x)
+    elif found:
+        _terms_backward(x, found, of_x)
+
+
+def _terms_backward(
+    x: Tensor,
+    found: Sequence[tuple[Tensor, LowRank, tuple[GradientSum | None, GradientSum | None]]],
+    of_x: Tensor | None,
+) -> None:
+    """Backward of terms without dropout, or of one term."""
+    _, terms, sums = zip(*found, strict=True)
+    of_inner = [term.of_inner(grad) for grad, term, _ in found]
+    wide = torch.cat(of_inner, dim=1) if len(terms) > 1 else of_inner[0]
+    stacked = replace(terms[0], a=torch.cat([term.a for term in terms])) if len(terms) > 1 else terms[0]
     if of_x is not None:
-        term.add_input_gradient(of_x, of_inner)
-    if of_b is not None:
-        of_b.add_product(grad.t(), term.inner(x))
-    if of_a is None:
-        return
-    if term.dropout is None:
-        of_a.add_product(of_inner.t(), x)
-        return
-    for tokens in term.dropout.chunks():
-        of_a.add_product(of_inner[tokens].t(), term.dropout.at(tokens)(x[tokens]))
+        stacked.add_input_gradient(of_x, wide)
+    if any(of_b is not None for _, of_b in sums):
+        inner = inner_products(x, terms)
+        for (grad, _, (_, of_b)), of_term in zip(found, inner, strict=True):
+            if of_b is not None and of_term is not None:
+                of_b.add_product(grad.t(), of_term)
+    wanted = [of_a for of_a, _ in sums if of_a is not None]
+    if wanted:
+        total = GradientSum(wanted[0].dtype)
+        stacked.add_a_gradient(total, wide, x)
+        assert total.total is not None
+        for (of_a, _), share in zip(sums, total.total.split([len(term.a) for term in terms]), strict=True):
+            if of_a is not None:
+                of_a.add(share)

@@ -30,8 +30,8 @@ from bmburst.recompute.checkpointing import Tape, is_keeping, recording
 from bmburst.recompute.host_store import MLP_OUTPUTS
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.tiles import Span
-from bmburst_ops.gated_mlp import Adapter, chunk_backward, gate_and_up
-from bmburst_ops.linears import GradientSum, low_rank_backward, sum_of_products
+from bmburst_ops.gated_mlp import chunk_backward, gate_and_up
+from bmburst_ops.linears import Adapter, GradientSum, low_rank_backward, sum_of_products
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 from bmburst_ops.rotary import rotate
@@ -233,7 +233,7 @@ class BlockWork:
         """Return some outputs of a linear layer for the tokens `at`."""
         product = torch.mm(normed, linear.weight[rows].t(), out=out)
         if term := linear.adapter(self._keys_at(at)):
-            term.add_output(product, normed, rows)
+            term.add_output(product, term.inner(normed), rows)
         if linear.has_bias:
             product += linear.bias[rows]
         return product
@@ -280,8 +280,8 @@ class BlockWork:
         grads.copy_(of_stream)
         if total := sums.of(projection.weight):
             total.add_product(_scaled(of_stream, block.factor).t(), attended)
-        if adapter := sums.of_adapter(projection, keys):
-            low_rank_backward(attended, _scaled(of_stream, block.factor), *adapter, None)
+        adapter = sums.of_adapter(projection, keys)
+        low_rank_backward(attended, (_scaled(of_stream, block.factor),), (adapter,), None)
 
     def _graph(self, group: Span) -> tuple[list[Tensor], Tensor]:
         """Return queries, keys and values of a group of heads, and attention's output with its autograd graph."""
@@ -300,8 +300,7 @@ class BlockWork:
             of_result = _scaled(grads[at], self._block.factor)
             torch.mm(of_result, columns, out=of_output[at])
             if term is not None:
-                of_inner = (of_result @ term.b) * term.scale
-                term.at(at).add_input_gradient(of_output[at], of_inner, self._columns(group))
+                term.at(at).add_input_gradient(of_output[at], term.of_inner(of_result), self._columns(group))
         del of_result  # with a factor it is a separate tensor, and memory may peak in the next line
         return list(torch.autograd.grad(out, inputs, of_output.view(out.shape)))
 
@@ -321,9 +320,8 @@ class BlockWork:
             if linear.has_bias and (total := sums.of(linear.bias)):
                 total.add(of_product.sum(0, dtype=accumulation_dtype(of_product.dtype)))
         of_normed = sum_of_products(of_products, [each.weight for each in linears])
-        for linear, of_product in zip(linears, of_products, strict=True):
-            if adapter := sums.of_adapter(linear, self._keys_at(at)):
-                low_rank_backward(normed, of_product, *adapter, of_normed)
+        adapters = [sums.of_adapter(linear, self._keys_at(at)) for linear in linears]
+        low_rank_backward(normed, of_products, adapters, of_normed)
         grads.copy_(_norm_backward(norm, scale, stream, pair, (grads, of_normed), sums))
 
     def _before_rotary(self, at: slice, normed: Tensor, of_heads: Sequence[Tensor], sums: GradientSums) -> list[Tensor]:

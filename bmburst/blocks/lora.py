@@ -20,6 +20,8 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ALL = "all-linear"
 SAVABLE = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 """Modules that can be trained whole beside adapters. As in PEFT, one selects all modules whose name ends with it."""
+_SHARED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""The matrices that have the input of another."""
 _TABLES = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
 _MODULES = {name: f"{'mlp' if name in TARGETS[4:] else 'self_attn'}.{name}" for name in TARGETS}
 
@@ -213,10 +215,10 @@ class LoRAConfig:
         return max(self._elements(model, tensor, layer) for layer in layers)
 
     def features(self, model: "LlamaConfig", tensor: int = 1) -> tuple[int, int]:
-        """Return the inputs of a block's matrices with adapters on a tensor rank, summed, and their outputs."""
+        """Return the inputs of a block's matrices with adapters on a tensor rank, shared ones once, and outputs."""
         sides = self._sides(model, tensor)
-        inputs, outputs = zip(*(sides[name] for name in self.matrices), strict=True)
-        return sum(inputs), sum(outputs)
+        inputs = {_SHARED.get(name, name): sides[name][0] for name in self.matrices}
+        return sum(inputs.values()), sum(sides[name][1] for name in self.matrices)
 
     def _elements(self, model: "LlamaConfig", tensor: int, layer: int) -> int:
         sides = self._sides(model, tensor)

@@ -125,20 +125,32 @@ def test_sums_in_16_bits_are_no_worse_than_autograds():
     assert (ours.double() - wanted).abs().max() <= 3 * 2**-9 * 2 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("frozen", [None, 4, 5])
 @pytest.mark.parametrize("rows", [slice(None), slice(2, 5)])
-def test_low_rank_terms_are_added(rows):
+def test_low_rank_terms_are_added(rows, frozen):
+    """Of three layers two have terms, of unlike ranks and scales; one of their matrices may need no gradient."""
     x, other, weight = problem(torch.float64)[:3]
-    shapes = (2, x.shape[-1]), (len(other), 2)
-    a, b = (torch.randn(shape, dtype=torch.float64, device=DEVICE, requires_grad=True) for shape in shapes)
-    given = [x, weight, other, a, b]
+    third = weight.detach().flip(0).requires_grad_()
+    shapes = (2, x.shape[-1]), (len(other), 2), (3, x.shape[-1]), (len(third), 3)
+    matrices = [torch.randn(shape, dtype=torch.float64, device=DEVICE, requires_grad=True) for shape in shapes]
+    given = [x, weight, other, third, *matrices]
+    if frozen is not None:
+        given[frozen].requires_grad_(False)
 
-    def ours(x, weight, other, a, b):
-        return linears(x, [weight, other], [slice(None), rows], [None, LowRank(a, b, 0.5, rows)])
+    def ours(x, weight, other, third, a, b, c, d):
+        terms = [None, LowRank(a, b, 0.5, rows), LowRank(c, d, 2.0, slice(None))]
+        return linears(x, [weight, other, third], [slice(None), rows, slice(None)], terms)
 
+    a, b, c, d = matrices
     results = ours(*given)
-    expected = linear(x, weight), linear(x, other[rows]) + 0.5 * linear(linear(x, a), b[rows])
+    expected = (
+        linear(x, weight),
+        linear(x, other[rows]) + 0.5 * linear(linear(x, a), b[rows]),
+        linear(x, third) + 2.0 * linear(linear(x, c), d),
+    )
     torch.testing.assert_close(results, expected)
-    for found, wanted in zip(gradients(results, given), gradients(expected, given), strict=True):
+    leaves = [each for each in given if each.requires_grad]
+    for found, wanted in zip(gradients(results, leaves), gradients(expected, leaves), strict=True):
         torch.testing.assert_close(found, wanted)
     assert torch.autograd.gradcheck(ours, given)
 
@@ -150,8 +162,8 @@ def test_low_rank_terms_take_no_tensors_of_their_own():
     result, given = rows * width * 4, rows * features * 4
     with LiveBytes() as forward:
         results = linears(x, [gate, up], None, terms)
-    assert forward.peak == pytest.approx(2 * result, rel=0.02)  # the two results
+    assert forward.peak == pytest.approx(2 * result, rel=0.03)  # the two results, and products of one column
     grads = [torch.ones_like(each) for each in results]
     with LiveBytes() as backward:
         torch.autograd.backward(results, grads)
-    assert backward.peak < 1.1 * given
+    assert backward.peak < 1.15 * given  # the gradient of x, and products of one column

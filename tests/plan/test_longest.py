@@ -131,7 +131,7 @@ def test_a_step_of_adapters():
     trained = 32 * 16 * (2 * 4096 + 4096 + 1024)
     assert ways[1].task.trained == trained
     assert ways[1].task.parameters == ways[0].task.model.num_parameters + trained
-    moved = 32 * 2 * (1 << 15) * (5 * (4096 + 4096) + 4 * (4096 + 1024))  # see `bmburst_ops.linears.low_rank_backward`
+    moved = 32 * 2 * (1 << 15) * (5 * 4096 + 4 * (4096 + 1024))  # see `bmburst_ops.linears.low_rank_backward`
     adapters = moved / MACHINES["h200"].memory_bandwidth
     assert lora.time.matmul == pytest.approx(4 / 6 * full.time.matmul + adapters, rel=1e-6)
     assert lora.time.attention == full.time.attention
