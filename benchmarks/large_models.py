@@ -2,7 +2,8 @@
 
 SUITE is one of:
 
-adapters: LoRA and QLoRA of llama-3-70b on 1, 2 and 4 GPUs, and QLoRA of llama-3-8b in 40 GB of a GPU
+adapters: LoRA and QLoRA of llama-3-70b at 32K and 128K on 1, 2 and 4 GPUs, and QLoRA of llama-3-8b in 40 GB of a GPU
+data: llama-3-8b with one sequence of 4K or 8K a GPU
 full: all weights of qwen3-32b on 2 and 4 GPUs, with small optimizer states in host memory
 pipeline: llama-3-8b in two stages, beside ZeRO-3 over the same GPUs
 long: one step of llama-3-8b at 1M tokens on 4 GPUs
@@ -10,7 +11,7 @@ long: one step of llama-3-8b at 1M tokens on 4 GPUs
 Weights are random, and so are tokens. The planner chooses mesh, recompute policy and offload of each case on a machine
 with the host memory of the case. Each run of a suite starts its own ranks and trains one case after another: a first
 step, which creates states and compiles kernels, and some measured ones. Runs that fit side by side on the machine's
-GPUs run at the same time, unless their optimizer needs the processors of the host.
+GPUs run at the same time, unless one needs the host's processors or memory alone.
 
 A row has the median seconds of a step, the peak of torch's allocator on the fullest rank, and the first step, beside
 the planner's numbers. `--list` shows the plans without running them. `--small` runs the same plans with narrow layers
@@ -110,7 +111,7 @@ class Run:
     """Cases whose ranks are started once."""
 
     cases: tuple[Case, ...]  # on the same number of GPUs and stages
-    alone: bool = False  # whether no other run may use the machine at the same time
+    alone: bool = False  # whether no other run may use the machine: for the host's processors or memory
     limit: float = 280.0  # seconds after which it is stopped
 
     @property
@@ -133,16 +134,30 @@ def _beside(gpus: int, kept: Mapping[int, str], steps: int) -> tuple[Run, Run]:
 
 
 _KEEP = "block-keep-attention"
+_KEPT: Mapping[str, Any] = MappingProxyType({"recompute": ("none",), "zero": (3,), "offload": (Offload.NOTHING,)})
+"""Nothing is recomputed, and everything is on the GPU."""
 _STATES: tuple[State, ...] = ("bfloat16", "8bit")
 SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
     {
         "adapters": (
-            Run((_70B(tokens=32 * K, gpus=1, lora=_LORA, host=300.0, steps=2),)),
+            Run((_70B(tokens=32 * K, gpus=1, lora=_LORA, host=300.0, steps=2),), limit=420.0),
             Run((_70B(tokens=32 * K, gpus=1, lora=_QLORA, host=110.0, steps=2),)),
             Run((Case(preset="llama-3-8b", tokens=64 * K, gpus=1, lora=_QLORA, host=60.0, gpu=40.0),)),
             Run((_70B(tokens=32 * K, gpus=2, lora=_LORA),)),
-            Run((_70B(tokens=128 * K, gpus=2, lora=_QLORA, layers=20, steps=2),)),
+            Run((_70B(tokens=32 * K, gpus=2, lora=_QLORA),)),
+            Run((_70B(tokens=128 * K, gpus=2, lora=_LORA, steps=1),), limit=420.0),
+            Run((_70B(tokens=128 * K, gpus=2, lora=_QLORA, steps=1),), limit=420.0),
+            Run((_70B(tokens=128 * K, gpus=1, lora=_LORA, steps=0),), alone=True, limit=580.0),
+            Run((_70B(tokens=128 * K, gpus=1, lora=_QLORA, steps=0),), alone=True, limit=580.0),
             Run((_70B(tokens=32 * K, gpus=4, lora=_LORA),)),
+        ),
+        "data": (
+            Run(
+                tuple(
+                    Case(preset="llama-3-8b", tokens=tokens, gpus=2, batch=2, steps=10, **_KEPT)
+                    for tokens in (4 * K, 8 * K)
+                )
+            ),
         ),
         "full": tuple(
             Run((_32B(gpus=gpus, state=state, host=256.0),), alone=True) for gpus, state in product((2, 4), _STATES)
