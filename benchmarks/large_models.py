@@ -241,11 +241,12 @@ def _plan(case: Case, hardware: str) -> Prediction:
     machine = load_hardware(hardware)
     memory = machine.memory if case.gpu is None else case.gpu * 1e9
     machine = replace(machine, memory=memory, host_memory=case.host * GIB)
-    return search(_task(case), machine, recompute=case.recompute, **_limits(case))[0]
+    return search(_task(case), machine, **_limits(case))[0]
 
 
 def _limits(case: Case) -> dict[str, Any]:
-    return {"zero": case.zero, "tensor": (1,), "pipe": (case.pipe,), "offload": case.offload}
+    limits = {"zero": case.zero, "tensor": (1,), "pipe": (case.pipe,)}
+    return limits | {"recompute": case.recompute, "offload": case.offload}
 
 
 def _task(case: Case) -> Task:
