@@ -248,13 +248,7 @@ def _decide(
 
 
 def _signature(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    sequence: BiasedSequence,
-    kernel: BiasedKernel,
-    scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, sequence: BiasedSequence, kernel: BiasedKernel, scale: float | None
 ) -> str:
     """Describe what must be equal on every rank."""
     return (

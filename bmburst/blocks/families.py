@@ -56,10 +56,7 @@ _OWN_DEFAULTS = ("num_key_value_heads", "max_position_embeddings")
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM", keys=NO_WINDOW),
     "mistral": Family(
-        architecture="MistralForCausalLM",
-        windows="all",
-        needs=(*_OWN_DEFAULTS, "sliding_window"),
-        keys=EVERY_LAYER,
+        architecture="MistralForCausalLM", windows="all", needs=(*_OWN_DEFAULTS, "sliding_window"), keys=EVERY_LAYER
     ),  # arXiv:2310.06825
     "qwen2": Family(
         architecture="Qwen2ForCausalLM", qkv_bias=True, windows="layer", needs=_OWN_DEFAULTS, keys=BY_LAYER

@@ -105,9 +105,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: An option or a prompt cannot work.
     """
     return run_command(
-        __name__,
-        partial(settle, args),
-        lambda request: _answer(request, Beginning.of_process("checks and imports")),
+        __name__, partial(settle, args), lambda request: _answer(request, Beginning.of_process("checks and imports"))
     )
 
 

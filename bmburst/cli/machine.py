@@ -144,11 +144,7 @@ def run_build(args: argparse.Namespace) -> int:
             "fix: give --arch, for example 80 (A100), 90 (H100, H200), 100 (B200)"
         )
     spec = BuildSpec(
-        architectures=tuple(wanted),
-        output=args.output,
-        sdist=args.sdist,
-        portable=args.portable,
-        install=args.install,
+        architectures=tuple(wanted), output=args.output, sdist=args.sdist, portable=args.portable, install=args.install
     )
     tools = check_toolchain(spec)
     names = " ".join(f"sm_{sm}" for sm in wanted)

@@ -63,12 +63,7 @@ def settle_ranks(args: argparse.Namespace, world_size: int | None) -> tuple[int,
     if args.checkpoint is None:
         raise UserError("--checkpoint is missing\nfix: --checkpoint DIR, a directory of a model")
     ranks = world_size or ranks_to_start(args.nproc, fewest=1)
-    spec = LaunchSpec(
-        nproc=ranks,
-        host_runtime=False,
-        hang_timeout=args.hang_timeout,
-        start_timeout=args.start_timeout,
-    )
+    spec = LaunchSpec(nproc=ranks, host_runtime=False, hang_timeout=args.hang_timeout, start_timeout=args.start_timeout)
     return ranks, spec
 
 

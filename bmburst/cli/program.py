@@ -63,7 +63,7 @@ _KINDS = MappingProxyType(
         "float": "a number",
         "tokens": f"a whole number, {TOKENS_TOO}",
         "gibibytes": f"a number of GiB, {GIB_TOO}",
-    },
+    }
 )
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 _FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files that ranks of a small and of a large job need

@@ -40,10 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(
-    data: bytes | str,
-    *,
-    finite: bool = False,
-    pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None,
+    data: bytes | str, *, finite: bool = False, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
 ) -> Any:
     """Parse JSON with limits on depth (64) and integers (64 bits; a larger one is a float).
 

@@ -209,11 +209,7 @@ def tokenize(
     with _bar(sum(file.path.stat().st_size for file in text.files), shown=progress) as on_read:
         if text.encoder is not None:
             encoded = read_records(
-                text.files,
-                form=text.form,
-                on_read=on_read,
-                check=text.encoder.encode,
-                reading=reading,
+                text.files, form=text.form, on_read=on_read, check=text.encoder.encode, reading=reading
             )
             return write_masked_file(output, filter(keep, encoded), text.tokenizer, reading.notes)
         documents = read_documents(

@@ -134,10 +134,7 @@ def rows(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[s
 
 
 def with_others(
-    error: UserError,
-    rest: Iterable[tuple[str, Any]],
-    check: Callable[[str, Any], object],
-    most: int = 1_000_000,
+    error: UserError, rest: Iterable[tuple[str, Any]], check: Callable[[str, Any], object], most: int = 1_000_000
 ) -> UserError:
     """Return the error of a line with the names of the bad lines after it, so that all can be corrected at once.
 

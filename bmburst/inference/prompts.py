@@ -211,11 +211,7 @@ def require_list(prompts: Any) -> None:
 
 
 def read_prompts(
-    encoder: PromptEncoder,
-    *,
-    prompt: str | None = None,
-    prompt_file: Path | None = None,
-    prompts: Path | None = None,
+    encoder: PromptEncoder, *, prompt: str | None = None, prompt_file: Path | None = None, prompts: Path | None = None
 ) -> list[Prompt]:
     """Return the prompts of `--prompt`, `--prompt-file` or `--prompts`, at least one.
 

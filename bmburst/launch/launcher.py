@@ -26,13 +26,7 @@ from types import FrameType
 from bmburst.errors import UserError
 from bmburst.host.stores import LOOPBACK, LOOPBACK_ONLY, listen, serve_at
 from bmburst.launch import devices
-from bmburst.launch.agent import (
-    AgentThread,
-    GracefulStop,
-    all_handle_signals,
-    rank_command,
-    start_guard,
-)
+from bmburst.launch.agent import AgentThread, GracefulStop, all_handle_signals, rank_command, start_guard
 from bmburst.launch.rank import (
     FOLDER,
     HANG_TIMEOUT,

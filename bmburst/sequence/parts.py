@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from bmburst.amounts import array_of, as_whole, short_text
-from bmburst.attention.options import (
-    require_dense,
-    require_numbers,
-    require_own_memory,
-    require_tensor,
-)
+from bmburst.attention.options import require_dense, require_numbers, require_own_memory, require_tensor
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError, one_line
 from bmburst.schedule.layout import Layout

@@ -240,12 +240,7 @@ def check_inputs(config: EvalConfig) -> Path:
     directory, tokenizer, _ = read_model(config, given, tuned)
     has_records, uses_names, is_new = False, False, False
     for source in sources_of(config.data):
-        text = find_corpus(
-            source.path,
-            tokenizer,
-            form=source.form(config),
-            chat_template=config.chat_template,
-        )
+        text = find_corpus(source.path, tokenizer, form=source.form(config), chat_template=config.chat_template)
         uses_names = uses_names or not unused_names(text, source.form(config))
         if isinstance(text, TokenFile):
             _require_text(source, text)
@@ -272,12 +267,7 @@ def _open_one(
     source: Source, tokenizer: str | None, config: EvalConfig, say: Callable[[str], object] = lambda _: None
 ) -> TokenFile:
     file = open_corpus(
-        source.path,
-        tokenizer,
-        user_cache(),
-        form=source.form(config),
-        chat_template=config.chat_template,
-        on_skip=say,
+        source.path, tokenizer, user_cache(), form=source.form(config), chat_template=config.chat_template, on_skip=say
     )
     return _require_text(source, file)
 
