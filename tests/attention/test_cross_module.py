@@ -35,8 +35,7 @@ def attended(comm, mask, attend, policy="none"):
 
 
 def close(pairs):
-    for got, wanted in zip(*pairs, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*pairs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
