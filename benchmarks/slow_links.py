@@ -108,11 +108,7 @@ def _communicator(rank: int, size: int, url: str) -> CheckedCommunicator:
 
 
 def time_on_network(shape: netns.Shape, job: AttentionJob) -> dict[str, RepeatTimes]:
-    """Run the job on every rank of a network.
-
-    Raises:
-        RuntimeError: A rank failed; the message is its output.
-    """
+    """Run the job on every rank of a network; RuntimeError, with its output, if one fails."""
     with netns.network(shape) as network:
         setting = {"shape": asdict(shape), "job": asdict(job), "ports": network.ports}
         found = netns.run_ranks(network, (_MODULE,), _PORT, **setting)

@@ -147,11 +147,7 @@ def digest(array: "NDArray[Any]") -> str:
 
 
 def array_of(what: str, values: Any) -> "NDArray[Any]":
-    """Return a NumPy array of lists, arrays or a tensor on any device.
-
-    Raises:
-        UserError: The values cannot be made an array.
-    """
+    """Return a NumPy array of lists, arrays or a tensor on any device; UserError for what makes none."""
     import numpy as np  # only here: the command line's help starts without numpy
 
     try:
@@ -163,11 +159,7 @@ def array_of(what: str, values: Any) -> "NDArray[Any]":
 
 
 def whole_numbers(what: str, values: Any) -> list[Any]:
-    """Return the whole numbers of a sequence, an array, a tensor or a single number.
-
-    Raises:
-        UserError: A value is not a whole number.
-    """
+    """Return the whole numbers of a sequence, array, tensor or single number; UserError for another value."""
     array = array_of(what, values)
     if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
         raise UserError(
@@ -202,21 +194,13 @@ def as_whole(value: object) -> int | None:
 
 
 def require_function(what: str, value: object) -> None:
-    """Check that a value can be called.
-
-    Raises:
-        UserError: It cannot.
-    """
+    """Raise UserError unless a value can be called."""
     if not callable(value):
         raise UserError(f"{what} must be a function, got {short_text(value)}\nfix: pass one, or leave it out")
 
 
 def whole_number(what: str, value: object, least: int) -> int:
-    """Return the value as an int of at least `least`.
-
-    Raises:
-        UserError: The value is not a whole number, or is too small.
-    """
+    """Return the value as an int; UserError unless it is a whole number of at least `least`."""
     number = as_whole(value)
     if number is None or number < least:
         raise UserError(f"{what} must be a whole number of at least {least}, got {value!r}\nfix: pass such an int")
@@ -224,10 +208,6 @@ def whole_number(what: str, value: object, least: int) -> int:
 
 
 def require_flag(what: str, value: object) -> None:
-    """Check that a value is a bool.
-
-    Raises:
-        UserError: It is not.
-    """
+    """Raise UserError unless a value is a bool."""
     if not isinstance(value, bool):
         raise UserError(f"{what} must be a bool, got {value!r}\nallowed: True or False\nfix: pass one of them")

@@ -219,11 +219,7 @@ def require_mesh(mesh: object, made: str, whose: str) -> None:
 
 
 def require_no_stages(mesh: Mesh, whose: str) -> None:
-    """Check that a mesh has no pipeline; `whose` as in `require_mesh`.
-
-    Raises:
-        UserError: It has one.
-    """
+    """Raise UserError unless a mesh has no pipeline; `whose` as in `require_mesh`."""
     if mesh.shape.pipe > 1:
         raise UserError(
             f"mesh has {mesh.shape.pipe} stages, but {whose} models cannot be divided into stages\n"

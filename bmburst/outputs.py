@@ -86,11 +86,7 @@ def blank_picture(width: float, height: float) -> Any:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure atomically as a PNG that `is_picture` recognizes.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write a matplotlib figure atomically as a PNG that `is_picture` recognizes; OSError if that fails."""
     from matplotlib.image import imsave
 
     figure.set_dpi(_DOTS)
@@ -132,11 +128,7 @@ def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bo
 
 
 def write_text(option: str, path: Path, text: str) -> None:
-    """Write a file atomically, after `require_file` has checked it.
-
-    Raises:
-        UserError: It cannot be written.
-    """
+    """Write a file atomically, after `require_file` has checked it; UserError if that fails."""
     with explained_write(option, path):
         if path.exists() and not path.is_file():  # a pipe or a device, which must not be replaced by a file
             path.write_text(text, encoding="utf-8")

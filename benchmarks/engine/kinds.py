@@ -99,11 +99,7 @@ class Results(Generic[C]):
 
     @classmethod
     def read(cls, kind: "Kind[C]", path: Path) -> "Results[C]":
-        """Return the results in a file; empty if the file does not exist.
-
-        Raises:
-            UserError: It is not a results file of this benchmark.
-        """
+        """Return the results in a file, empty if there is none; UserError if it holds others than this benchmark's."""
         if not path.exists():
             return cls(kind)
         try:
@@ -121,11 +117,7 @@ class Results(Generic[C]):
             ) from None
 
     def require_rows(self) -> None:
-        """Check the types of rows and runs that were read from a file.
-
-        Raises:
-            ValueError: A row or a run does not have the format that `put` and headers have.
-        """
+        """Raise ValueError unless rows and runs read from a file have the format that `put` and headers have."""
         if not isinstance(self.runs, list) or not all(isinstance(run, dict) for run in self.runs):
             raise ValueError("its runs are not a list of objects")
         if not isinstance(self.rows, dict) or not isinstance(self.running, str | None):

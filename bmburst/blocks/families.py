@@ -83,11 +83,7 @@ _LACKING = {"gemma2": "logit softcap (attn_logit_softcapping)", "gpt_oss": "atte
 
 
 def family_of(*, qkv_bias: bool, qk_norm: bool, sliding_window: int | None, scaled: bool) -> str:
-    """Return the first family that has these settings.
-
-    Raises:
-        UserError: No family has this combination.
-    """
+    """Return the first family that has these settings; UserError if none has them."""
     for name, family in FAMILIES.items():
         windowed = sliding_window is None or family.windows != "never"
         if (family.qkv_bias, family.qk_norm, family.scaled) == (qkv_bias, qk_norm, scaled) and windowed:

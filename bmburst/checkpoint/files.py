@@ -151,11 +151,7 @@ def warn(text: str) -> None:
 
 
 def read_progress(checkpoint: Path) -> RunProgress:
-    """Read the progress of a run from its checkpoint.
-
-    Raises:
-        UserError: The checkpoint is truncated, or is not a checkpoint of bmburst.
-    """
+    """Read the progress of a run from its checkpoint; UserError if it is truncated, or is none of bmburst."""
     state = _complete_state(checkpoint)
     if isinstance(state, str):
         raise UserError(f"{checkpoint}: {state}\nfix: use another checkpoint of the run")

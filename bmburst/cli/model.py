@@ -82,11 +82,7 @@ def open_source(args: argparse.Namespace, ranks: int) -> "Source":
 
 
 def require_split(source: "Source", cache: str, chunk_tokens: int | None, ranks: int) -> None:
-    """Check that ranks can share the KV cache of a model, and a chunk of a prompt.
-
-    Raises:
-        UserError: They cannot.
-    """
+    """Raise UserError unless ranks can share the KV cache of a model, and a chunk of a prompt."""
     from bmburst.plan.inference import chunk_of
     from bmburst.schedule.cache_split import CacheSplit
 

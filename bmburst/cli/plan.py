@@ -180,11 +180,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan or calibrate, and return the exit status.
-
-    Raises:
-        UserError: An option cannot work.
-    """
+    """Plan or calibrate, and return the exit status."""
     given = {name: value for name, value in given_options(args, TrainConfig).items() if name in _SETTINGS}
     settings = dict(flat(read_layer(TrainConfig, given, "")))
     if args.calibrate:
@@ -285,11 +281,7 @@ def _hybrid(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
 
 def _model(settings: Mapping[str, Any]) -> "tuple[LlamaConfig, str, str | None]":
-    """Return the model's shape, its name, and its directory (None for a preset).
-
-    Raises:
-        UserError: There is no such preset or directory.
-    """
+    """Return the model's shape, name, and directory (None for a preset); UserError if it does not exist."""
     from bmburst.blocks.presets import preset
     from bmburst.train.resolve import read_hugging_face_config
 
@@ -464,11 +456,7 @@ def _policies(args: argparse.Namespace) -> Sequence[str]:
 
 
 def _machine(args: argparse.Namespace, settings: Mapping[str, Any]) -> "Hardware":
-    """Return the hardware, with --host-memory if it is given.
-
-    Raises:
-        UserError: The hardware is unknown.
-    """
+    """Return the hardware, with --host-memory if it is given; UserError if its name is unknown."""
     from bmburst.schedule.hardware import load_hardware
 
     hardware = load_hardware(args.hardware)

@@ -30,11 +30,7 @@ _LEFTOVER = 20.0  # seconds that ranks may outlive a launcher that was killed
 
 
 def checkpoint_to_resume(folder: Path) -> Path:
-    """Return the newest checkpoint of a run folder with correct checksums.
-
-    Raises:
-        UserError: There is none.
-    """
+    """Return the newest checkpoint of a run folder with correct checksums; UserError if there is none."""
     newest = newest_whole(folder, warn)
     if newest is None:
         raise UserError(
@@ -76,11 +72,7 @@ def is_run(folder: Path) -> bool:
 
 
 def lock(stack: contextlib.ExitStack, folder: Path) -> None:
-    """Lock a run folder until the stack is closed.
-
-    Raises:
-        UserError: Another run is using it.
-    """
+    """Lock a run folder until the stack is closed; UserError while another run is using it."""
     with explaining_write_errors(folder):
         stack.enter_context(lock_folder(folder))
         # The writing rank may outlive a killed launcher by a few seconds.

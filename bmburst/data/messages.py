@@ -262,11 +262,7 @@ def _arguments(value: Any) -> Any:
 
 
 def system_message(name: str, value: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Return the system message of the key `system`; empty without text.
-
-    Raises:
-        UserError: It is not text.
-    """
+    """Return the system message of the key `system`; empty without text, UserError for other values."""
     text = value.get("system") or ""
     if not isinstance(text, str):
         raise wrong(name, "system", text, "text")

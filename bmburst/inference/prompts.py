@@ -195,11 +195,7 @@ class PromptEncoder:
 
 
 def require_list(prompts: Any) -> None:
-    """Check that prompts are a list or array of one or more.
-
-    Raises:
-        UserError: They are not.
-    """
+    """Raise UserError unless prompts are a list or array of one or more."""
     is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
     if isinstance(prompts, str | bytes) or not (is_array or isinstance(prompts, Sequence)):
         reason = f"prompts is {'one text' if isinstance(prompts, str) else f'of type {type(prompts).__name__}'}"

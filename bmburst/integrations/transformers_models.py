@@ -288,11 +288,7 @@ def positions_of(model: nn.Module, positions: Tensor, before: Tensor | None) -> 
 
 
 def require_inputs(inputs: Mapping[str, object]) -> None:
-    """Check that arguments of a model are none of those that a split batch has.
-
-    Raises:
-        UserError: One is.
-    """
+    """Raise UserError unless arguments of a model are none of those that a split batch has."""
     for name in (each for each in _ELSEWHERE if each in inputs):
         raise UserError(f"{name} is given with a split batch, which has its own\nfix: {_ELSEWHERE[name]}")
 

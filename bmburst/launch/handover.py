@@ -131,11 +131,7 @@ def require_code(host: str, code: str) -> None:
 
 
 def _await_nodes(store: Any, world: int) -> None:
-    """Wait in rank 0 until all ranks have compared their code with its own. Lost ranks have messages of their own.
-
-    Raises:
-        UserError: One has other code.
-    """
+    """Wait in rank 0 until all ranks have compared code with it; UserError if one differs. Lost ranks tell so."""
     until = time.monotonic() + _ARRIVAL
     while store.add(_CHECKED, 0) < world - 1 and time.monotonic() < until:
         if store.check([_PROBLEM]):

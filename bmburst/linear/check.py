@@ -138,11 +138,7 @@ def require_shapes(tensors: Mapping[str, Tensor], shapes: Shapes, words: Mapping
 
 
 def require_device(comm: CheckedCommunicator, name: str, tensor: Tensor) -> None:
-    """Check that the group can move tensors like this one.
-
-    Raises:
-        UserError: The group moves tensors of another device.
-    """
+    """Raise UserError unless the group can move tensors like this one."""
     if comm.size > 1 and tensor.device.type != comm.device.type:
         raise UserError(
             f"the group moves {comm.device.type} tensors by {comm.transport}, but {name} is on {tensor.device}\n"

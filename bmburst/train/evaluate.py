@@ -363,11 +363,7 @@ def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> 
 
 
 def user_cache() -> Path:
-    """Return the folder of this user's cache of tokenized texts.
-
-    Raises:
-        UserError: The user has no folder, as containers may run programs.
-    """
+    """Return this user's cache of tokenized texts; UserError for a user without a folder, as in containers."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if folder.startswith("~"):
         raise UserError(
