@@ -21,7 +21,7 @@ from bmburst.schedule.hardware import hardware_like
 from bmburst.train.config import DPOConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from bmburst.train.resolve import check_paths, resolve
 from bmburst_ops.dropout import Dropout, keys
-from tests import tiny
+from tests import lazy, tiny
 from tests.distributed.programs import run_program
 from tests.pairs import long
 from tests.refusals import refused
@@ -145,8 +145,6 @@ def test_training_is_pefts(tmp_path: Path, size: int, tensor: int, names: tuple[
 
 
 def _training_is_pefts(folder: Path, tensor: int, names: tuple[str, ...]) -> None:
-    import bmtrain as bmt
-
     from bmburst.train.trainer import Trainer
 
     for name in names:
@@ -166,7 +164,7 @@ def _training_is_pefts(folder: Path, tensor: int, names: tuple[str, ...]) -> Non
         again.restore()
         assert [again.step().loss for _ in range(STEPS - 3)] == [each.loss for each in steps[3:]], name
         made.save()
-        if bmt.rank() == 0:
+        if lazy.bmt.rank() == 0:
             found = batches, [each.loss for each in steps], [dict(each.grad_norms) for each in steps]
             torch.save(found, folder / f"{name}.pt")
 

@@ -6,6 +6,7 @@ import torch
 from bmburst.errors import UserError
 from bmburst.recompute.policy import POLICIES
 from bmburst.train.config import OptimizerConfig
+from tests import lazy
 from tests.distributed.programs import on_program
 from tests.train import run_program as program
 
@@ -37,6 +38,4 @@ def test_a_step_in_parts(tmp_path):
 
 
 def weights(trainer):
-    from bmburst.zero import named_shards
-
-    return torch.cat([shard.local().detach().flatten() for shard in named_shards(trainer.model) if shard.count])
+    return torch.cat([shard.local().detach().flatten() for shard in lazy.named_shards(trainer.model) if shard.count])
