@@ -229,7 +229,12 @@ def _require_question(args: argparse.Namespace, settings: Mapping[str, Any]) -> 
         raise UserError(
             "--preset is missing\nallowed: --preset NAME, --init-from DIR, or --model DIR\nfix: --preset llama-3-8b"
         )
-    if not args.longest and "sequence_length" not in settings:
+    if not args.longest:
+        _require_length(settings)
+
+
+def _require_length(settings: Mapping[str, Any]) -> None:
+    if "sequence_length" not in settings:
         raise UserError("--sequence-length is missing\nfix: add it, for example --sequence-length 1M")
 
 
@@ -263,8 +268,7 @@ def _hybrid(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
     others = (*_SETTINGS, "generate", "max_new_tokens", *_OF_TRAINING)
     _refuse(args, settings, others, "--model of a hybrid", _OF_HYBRIDS)
-    if "sequence_length" not in settings:
-        raise UserError("--sequence-length is missing\nfix: add it, for example --sequence-length 1M")
+    _require_length(settings)
     try:
         from bmburst.integrations.transformers_shapes import read_hybrid
     except ImportError as error:
