@@ -193,12 +193,9 @@ class Adapter:
             )
 
     def require_like(self, lora: LoRAConfig) -> None:
-        """Check that the settings which the meaning of the weights depends on are those of a model's adapters.
+        """Raise UserError unless settings on which the meaning of the weights depends are those of a model's adapters.
 
         Files of PEFT do not say whether the base was in 4 bits, so for them both are accepted.
-
-        Raises:
-            UserError: One is another.
         """
         names = ("rank", "alpha", "matrices", "rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
         for name in (*names, *(() if self.sample is None else ("base",))):

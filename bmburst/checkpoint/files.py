@@ -100,12 +100,9 @@ def newest_whole(run_folder: Path, say: Callable[[str], object]) -> Path | None:
 
 
 def require_whole(checkpoint: Path) -> None:
-    """Check that all files of a checkpoint exist and have correct checksums. Other directories pass.
+    """Raise UserError unless all files of a checkpoint exist and have correct checksums. Other directories pass.
 
     In a checkpoint of an earlier version, without checksums, only the sizes are checked.
-
-    Raises:
-        UserError: A file is missing or damaged.
     """
     if (checkpoint / STATE_FILE).exists() and (problem := _damage(checkpoint)) is not None:
         raise UserError(f"{checkpoint}: {problem}\nfix: use another checkpoint of the run, or restore it from a copy")

@@ -81,15 +81,12 @@ def lock(stack: contextlib.ExitStack, folder: Path) -> None:
 
 
 def require_room(config: TrainConfig, folder: Path, tokens: tuple[Path, int]) -> None:
-    """Check that the disk has room for all files of the run.
+    """Raise UserError unless the disk has room for all files of the run.
 
     Args:
         config: Configuration of the run.
         folder: The run folder.
         tokens: Folder of the token cache, and the bytes that will be written there.
-
-    Raises:
-        UserError: There is not enough.
     """
     size, keep = bytes_text(checkpoint_bytes(config)), config.keep_checkpoints
     needs = {
@@ -167,14 +164,11 @@ def make_folder(config: TrainConfig, base: Path) -> Path:
 
 
 def check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
-    """Check that a folder holds no run.
+    """Raise UserError unless a folder holds no run.
 
     Args:
         folder: The run folder.
         traces: Names of files that only a run writes; None for all names but those that a refused run leaves.
-
-    Raises:
-        UserError: It holds a run.
     """
     require_no_file(folder)
     if folder.is_dir():

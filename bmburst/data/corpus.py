@@ -166,15 +166,12 @@ def open_corpus(
 
 
 def require_cache(option: str, cache_dir: Path, text: Text) -> None:
-    """Check that a cache has the tokens of a text, or that `open_corpus` can write them there.
+    """Raise UserError unless a cache has the tokens of a text, or `open_corpus` can write them there.
 
     Args:
         option: Name of the option that sets the cache, for the error message.
         cache_dir: As in `open_corpus`.
         text: The text.
-
-    Raises:
-        UserError: The tokens are not cached, and the cache is not writable.
     """
     if not has_tokens(cache_dir, text):
         require_folder(option, cache_dir)

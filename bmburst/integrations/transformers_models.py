@@ -83,14 +83,11 @@ def require_splittable(
 
 
 def require_rows(model: torch.nn.Module, largest: int | None) -> None:
-    """Check that a model's embedding has a row for each token id. The error of a GPU kernel would not name the id.
+    """Raise UserError unless a model's embedding has a row for each token id. A GPU kernel's error would not name it.
 
     Args:
         model: A model that has passed `require_splittable`.
         largest: The largest id; None skips the check.
-
-    Raises:
-        UserError: The embedding has fewer rows.
     """
     try:  # the weight's shape may have changed by sharding
         rows = getattr(models_in(model)[0].get_input_embeddings(), "num_embeddings", None)

@@ -114,14 +114,11 @@ def _run_joined_rank(module: str, settle: Settle) -> int:
 
 
 def require_code(host: str, code: str) -> None:
-    """Check that this rank runs the same code as rank 0, with which it would exchange what that does not expect.
+    """Raise UserError unless this rank runs the code of rank 0, with which it would exchange what that does not expect.
 
     Args:
         host: The host of rank 0.
         code: What `_code` returned there.
-
-    Raises:
-        UserError: It does not.
     """
     if (own := _code()) != code:
         raise UserError(

@@ -193,16 +193,13 @@ def fitting(mask: Mask | str | None, length: int) -> Mask | None:
 
 
 def require_same_documents(masks: Sequence[Mask], lengths: Sequence[int]) -> None:
-    """Check that the documents of a batch are those of the mask that layout "balanced" was made for.
+    """Raise UserError unless the documents of a batch are those of the mask that layout "balanced" was made for.
 
     Attention under the batch's own documents would take the tokens of the shard for others.
 
     Args:
         masks: The mask of the layout, then those of the samples.
         lengths: The tokens of each.
-
-    Raises:
-        UserError: A sample has other documents.
     """
     for each, tokens in zip(masks, lengths, strict=True):
         if (each.starts or (0,), tokens) != (masks[0].starts or (0,), lengths[0]):

@@ -186,16 +186,13 @@ def _fix(way: Candidate, most: float) -> str:
 def require_machine(
     config: TrainConfig, world_size: int, local_rank: int = 0, machine: "Machine | None" = None
 ) -> None:
-    """Check that ranks on this machine can use the kernel, the transport and the strategy of a configuration.
+    """Raise UserError unless ranks on this machine can use kernel, transport and strategy of a configuration.
 
     Args:
         config: The run, valid for `world_size` ranks.
         world_size: Number of ranks.
         local_rank: Rank whose GPU is checked, if there are GPUs.
         machine: The GPUs and packages for the kernel; default: those of this machine.
-
-    Raises:
-        UserError: They cannot.
     """
     has_gpus = bool(devices.gpus())
     if config.parallel.strategy != "auto":  # "auto" always finds one
