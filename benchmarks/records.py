@@ -61,13 +61,18 @@ def tables(results: Path) -> Iterator[tuple[Path, str]]:
             head = "" if text.startswith("## ") else text.partition("\n## ")[0] + "\n"  # no text was added by hand
             text = markdown(Results.read(load_kind(name), path.with_suffix(".json")))
             yield path, f"{head}{text.rstrip()}\n"
+    for path, name, record in row_records(results):
+        text = load_rows(name).table(record)
+        yield path, f"{notes_above(path.read_text(encoding='utf-8'), text)}{text}\n"
+
+
+def row_records(results: Path) -> Iterator[tuple[Path, str, Any]]:
+    """Yield each page of a benchmark of rows in a folder, the name of the benchmark, and its record."""
     for path in sorted(results.glob("*.json")):
-        if (name := _benchmark_of(path.name)) is None:
-            continue
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record.get("rows"), list):  # the oldest have none
-            page, text = path.with_suffix(".md"), load_rows(name).table(record)
-            yield page, f"{notes_above(page.read_text(encoding='utf-8'), text)}{text}\n"
+        if (name := _benchmark_of(path.name)) is not None:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(record.get("rows"), list):  # the oldest have none
+                yield path.with_suffix(".md"), name, record
 
 
 def _benchmark_of(record: str) -> str | None:
