@@ -9,6 +9,7 @@ import torch
 
 import bmburst
 from bmburst.blocks.presets import PRESETS
+from bmburst.mesh import Mesh
 from tests import lazy
 from tests.attention.counting import count_forward
 from tests.distributed.programs import on_program
@@ -45,8 +46,6 @@ def test_the_first_layers_are_computed_again_and_no_bit_changes(size):
 
 def step(policy):
     """Return the loss, the gradients of this rank's parts and the counts of one step."""
-    from bmburst.mesh import Mesh
-
     mesh = Mesh.over_bmtrain()
     model = lazy.Llama(MODEL, attention=partial(lazy.BurstAttention, group=mesh.sequence), recompute=policy)
     shard = bmburst.SequenceShard.cut(TOKENS, layout="zigzag", size=mesh.shape.sequence, rank=mesh.sequence_rank)

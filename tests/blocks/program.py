@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bmburst.attention.options import AttentionOptions
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import RopeScaling
+from bmburst.checkpoint.hugging_face import load, read_config, save
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import SequenceShard
 from bmburst_ops.flash import BackwardInputs, Gradients, Kernel, Partial, Scoring
+from bmburst_ops.rms_norm import choose_norm
 from tests import lazy, tiny
 from tests.refusals import refusal_of
 
@@ -149,8 +151,6 @@ def run_products(folder: Path, output: Path) -> None:
 
 
 def _load(directory: Path, mesh: Mesh, layout: str = "zigzag", mask: str = "causal", **options: Any) -> Any:
-    from bmburst.checkpoint.hugging_face import load, read_config
-
     attention = partial(lazy.BurstAttention, mask=mask, layout=layout, group=mesh.sequence)
     model = lazy.Llama(read_config(directory), attention=attention, seed=None, **options)
     load(model, directory)
@@ -313,8 +313,6 @@ def _products() -> list[tuple[int, int]]:
 
 def _norms() -> list[str]:
     """The kernels that norms ask for, of a model made with one by name, and of those made without."""
-    from bmburst_ops.rms_norm import choose_norm
-
     tokens, found = torch.zeros(1, 4, dtype=torch.int64), []
     for model in (lazy.Llama(CONFIGS["qwen3"], norm_kernel="torch"), lazy.Llama(CONFIGS["minicpm"])):
         chosen = Mock(side_effect=choose_norm)
@@ -353,8 +351,6 @@ def _compiled() -> list[Any]:
 
 
 def _export(folder: Path, output: Path) -> None:
-    from bmburst.checkpoint.hugging_face import load, read_config, save
-
     for name in EXPORTED:
         model = lazy.Llama(read_config(folder / name), seed=None)
         load(model, folder / name)
@@ -372,8 +368,6 @@ def _bmtrain_checkpoint(output: Path, size: int) -> bool:
 
 def _problems(folder: Path, output: Path) -> dict[str, str]:
     """What this rank is told about bad input."""
-    from bmburst.checkpoint.hugging_face import load, save
-
     model = lazy.Llama(_PLAIN, seed=0)
     (output / "file").touch()
     tokens, _ = data()

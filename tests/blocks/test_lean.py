@@ -11,6 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import bmburst
 from bmburst.blocks import config as block_config
 from bmburst.blocks.config import kv_heads_at_once
+from bmburst.mesh import Mesh
+from bmburst.recompute.host_store import HostStore, OffloadGroup
 from bmburst.schedule.documents import Documents
 from tests import lazy, tiny
 from tests.attention.counting import count_forward, watch_forward
@@ -47,8 +49,6 @@ def models(families):
 
 def step(config, policy, dtype, *, batch=2, mask=None, chunk=None, attention=None, zero=3):
     """Return the loss, the gradients of this rank's parts, and the loss without gradients."""
-    from bmburst.mesh import Mesh
-
     mesh = Mesh.over_bmtrain()
     attention = attention or partial(lazy.BurstAttention, group=mesh.sequence)
     model = lazy.Llama(config, attention=attention, dtype=dtype, recompute=policy, mlp_chunk=chunk, zero_level=zero)
@@ -100,8 +100,6 @@ def test_gradients_are_those_of_blocks_that_keep_everything(size, rows, families
 @on_program()
 def test_a_block_that_saves_everything_prefetches_for_the_one_before(size):
     """Its backward begins with that: the products of a block hide the copies."""
-    from bmburst.recompute.host_store import HostStore, OffloadGroup
-
     config, fetched = tiny.config(num_layers=5, num_heads=6, num_kv_heads=3), []
     wanted = step(config, "none", torch.float64)
     prefetcher, start_fetch = HostStore.prefetcher, OffloadGroup.start_fetch
@@ -183,8 +181,6 @@ def test_a_segment_has_one_backward():
 
 @on_program(1)
 def test_a_loss_that_is_dropped_frees_host_memory_at_once():
-    from bmburst.recompute.host_store import HostStore, OffloadGroup
-
     made: list[weakref.ref[OffloadGroup]] = []
     new_group = HostStore.new_group
 
@@ -237,8 +233,6 @@ def _masks_of_a_batch(mask, policies):
 @on_program()
 def test_every_strategy_attends_with_some_heads_at_a_time(size, strategies):
     """And with each head as often as where all attend at once; without gradients, forward and backward."""
-    from bmburst.mesh import Mesh
-
     config, seen = tiny.config(num_layers=3, num_heads=4 * size, num_kv_heads=2 * size, head_dim=4), []
     group = Mesh.over_bmtrain().sequence
     attention = partial(lazy.BurstAttention, group=group, softcap=5.0)

@@ -11,7 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bmburst
 from bmburst.blocks import config as block_config
 from bmburst.blocks.config import TARGETS, LoRAConfig
+from bmburst.checkpoint import adapter, hugging_face
+from bmburst.checkpoint.hugging_face import expected_shapes
+from bmburst.cli import main
+from bmburst.mesh import Mesh
 from bmburst.train.config import ParallelConfig, TrainConfig
+from bmburst_ops import nf4
 from tests import lazy, tiny
 from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
@@ -52,8 +57,6 @@ def write(folder, family="llama", lora=LORAS[0], **changes):
 
 def in_4bit(folder):
     """Move the base aside, put the one in its place that its codes stand for, and return it."""
-    from bmburst_ops import nf4
-
     (folder / "base").rename(folder / "original")
     model = tiny.load(folder / "original")
     for name, weight in model.named_parameters():
@@ -65,9 +68,6 @@ def in_4bit(folder):
 
 def ours(folder, config, lora, policy, dtype, strategy="auto", **more):
     """Return the loss of all ranks and the gradients by PEFT's names; check that no other weight has one."""
-    from bmburst.checkpoint import adapter, hugging_face
-    from bmburst.mesh import Mesh
-
     mesh = Mesh.over_bmtrain()
     attention = partial(lazy.BurstAttention, group=mesh.sequence, strategy=strategy)
     model = lazy.Llama(config, attention=attention, recompute=policy, lora=lora, dtype=dtype, **more)
@@ -164,8 +164,6 @@ def test_a_base_in_4_bits_is_refused_where_it_has_no_meaning():
 
 def require_sharded(config):
     """Check that a rank holds its share of the bytes, and that fresh weights are those of any number of ranks."""
-    from bmburst_ops import nf4
-
     made = lazy.Llama(config, lora=FOUR_BIT, dtype=torch.bfloat16)
     storages = {id(each.storage): each.storage for each in lazy.named_shards(made) if each.name.endswith(".nf4")}
     matrices = [each.shape for each in lazy.named_shards(lazy.Llama(config)) if each.name.endswith("_proj.weight")]
@@ -244,8 +242,6 @@ def test_no_gradient_of_a_frozen_weight_is_computed(family):
 
 
 def _no_gradient_of_a_frozen_weight_is_computed(config):
-    from bmburst.checkpoint.hugging_face import expected_shapes
-
     ids = torch.arange(52).view(2, 26)
     for lora, is_frozen in ((None, False), (LORAS[0], True), (LORAS[1], True)):
         for policy, chunk in (("none", None), ("none", 7), ("block", None), ("block-keep-attention", 7)):
@@ -288,8 +284,6 @@ def test_a_new_adapter_does_not_hang_on_the_ranks(tmp_path):
 
 
 def _write_new_adapter(path):
-    from bmburst.mesh import Mesh
-
     config = tiny.config(**{**SIZES, "num_heads": 4, "num_kv_heads": 2})
     attention = partial(lazy.BurstAttention, group=Mesh.over_bmtrain().sequence)
     model = lazy.Llama(config, attention=attention, lora=LORAS[1], seed=7)
@@ -298,8 +292,6 @@ def _write_new_adapter(path):
 
 def test_merged_weights_are_pefts(tmp_path):
     from peft import PeftModel
-
-    from bmburst.cli import main
 
     write(tmp_path, lora=LORAS[1])
     words = ["convert", str(tmp_path / "adapter"), str(tmp_path / "merged"), "--to", "huggingface", "--merge"]
@@ -315,8 +307,6 @@ def test_merged_weights_are_pefts(tmp_path):
 
 
 def test_what_is_no_adapter_is_refused(tmp_path, capsys):
-    from bmburst.cli import main
-
     write(tmp_path)
 
     def refusal(source, *words):

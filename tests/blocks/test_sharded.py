@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from bmburst_ops.linears import LaterProducts
 from tests import lazy
 from tests.distributed.programs import run_program
 
@@ -137,7 +138,6 @@ def _counted(function, name, calls):
 def _blocks(widths, level, *, bias=False, leaves=False):
     """Return a list of linear blocks, of BMTrain's class if `level` is None; `leaves`: they can leave gradients."""
     from bmburst.blocks.sharded import ShardedBlock
-    from bmburst_ops.linears import LaterProducts
 
     class Failing(lazy.Linear):
         def forward(self, hidden):

@@ -4,6 +4,9 @@ from functools import partial
 
 import torch
 
+from bmburst.checkpoint import hugging_face
+from bmburst.mesh import Mesh
+from bmburst.train.resolve import read_hugging_face_config
 from tests import lazy
 
 
@@ -15,9 +18,6 @@ def loss_of(model, ids):
 def write_loss(folder, ids, output):
     """Load a directory, and write a checkpoint and beside it the loss of one text that the ranks share."""
     import bmburst
-    from bmburst.checkpoint import hugging_face
-    from bmburst.mesh import Mesh
-    from bmburst.train.resolve import read_hugging_face_config
 
     mesh = Mesh.over_bmtrain()
     model = lazy.Llama(read_hugging_face_config(folder), attention=partial(lazy.BurstAttention, group=mesh.sequence))

@@ -9,6 +9,7 @@ import torch
 import bmburst
 from bmburst.blocks.config import mlp_chunk
 from bmburst.blocks.presets import PRESETS
+from bmburst.mesh import Mesh
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.memory import memory_of
 from bmburst.recompute import checkpoint
@@ -105,8 +106,6 @@ def test_peaks_are_those_of_the_formulas():
 
 
 def make(config, dtype=torch.bfloat16, **options):
-    from bmburst.mesh import Mesh
-
     mesh = Mesh.over_bmtrain()
     return mesh, lazy.Llama(config, attention=partial(lazy.BurstAttention, group=mesh.sequence, **options), dtype=dtype)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import bmburst
+from bmburst.attention.biased import biased_attention
 from tests import lazy
 from tests.distributed.programs import on_program, run_program
 from tests.integrations.cpm_live_program import DIM_HEAD, HEADS, WIDTH, ant_data, bee_data, make_layer
@@ -83,7 +84,6 @@ def of_batches():
 
 
 def of_modules():
-    from bmburst.attention.biased import biased_attention
     from bmburst.integrations.cpm_live import Attention, BucketPositionBias, SegmentPositionEmbedding, SplitSequences
 
     for dtype in ("float", None, torch.int32, torch.float8_e4m3fn):

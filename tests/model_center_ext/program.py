@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import bmburst
+from bmburst.checkpoint.conversion import convert
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.sequence import SequenceShard
 from tests import lazy
@@ -257,8 +258,6 @@ def _returned(folder: Path) -> Tensor:
 def _converted(folder: Path) -> Tensor:
     """Logits of ModelCenter's own `from_pretrained` on what `bmburst convert` made of what it made for Hugging Face."""
     from model_center.model import Llama
-
-    from bmburst.checkpoint.conversion import convert
 
     if lazy.bmt.rank() == 0:
         convert(folder / "plain", folder / "hf", to="huggingface")

@@ -14,11 +14,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bmburst.attention.options import AttentionOptions
 from bmburst.blocks import config as block_config
+from bmburst.blocks.config import LoRAConfig
 from bmburst.comm.communicator import CompletedTransfer
 from bmburst.comm.memory import MessageMover, copy_own
 from bmburst.loss import global_mean
 from bmburst.mesh import Mesh
+from bmburst.plan import rates
 from bmburst.schedule.exchange import Exchange
+from bmburst.schedule.hardware import NUMBERS
 from bmburst.schedule.units import HeadShapes
 from bmburst_ops import nf4
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
@@ -60,8 +63,6 @@ class WithGathered(LiveBytes):
 
 def measure(case: dict[str, Any]) -> dict[str, int]:
     """Return the bytes alive at the peak of a second step, beyond those before it, and what ZeRO gathers of a block."""
-    from bmburst.blocks.config import LoRAConfig
-
     config = tiny.config(**case["model"])
     model = lazy.Llama(
         config,
@@ -117,9 +118,6 @@ def after_frozen_forward(level: int) -> None:
 
 def links() -> None:
     """Measure links between the ranks of a process group."""
-    from bmburst.plan import rates
-    from bmburst.schedule.hardware import NUMBERS
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rates, "call_seconds", partial(rates.call_seconds, budget=0.0))  # s; the fewest calls
         found = rates.measure_links(torch.device("cpu"))

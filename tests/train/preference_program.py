@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from bmburst.blocks.config import LoRAConfig
+from bmburst.checkpoint import hugging_face
 from bmburst.train.config import DataConfig, DPOConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from bmburst.train.objective import PairObjective
 from tests import chat, lazy, tiny
 from tests.train import cases, run_program
 
@@ -82,7 +84,6 @@ def adapter(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def train(folder: Path, case: Case) -> None:
     """Do a case, and leave what came of it."""
-    from bmburst.train.objective import PairObjective
     from bmburst.train.trainer import Trainer
 
     trainer = Trainer(config(folder, case, eval_sequences=10**6))
@@ -110,8 +111,6 @@ def train(folder: Path, case: Case) -> None:
         loss_chunk=16,
     )
     model = make(lora=LORA if case.lora else None, seed=None)
-    from bmburst.checkpoint import hugging_face
-
     hugging_face.load(model, folder / "model")
     shards = lazy.named_shards(model)
     for shard in shards:

@@ -9,6 +9,9 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+from bmburst.comm.groups import communicator
+from bmburst.launch.start import start
+from bmburst.mesh import Mesh
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig
 from bmburst.train.step import LossScale
 from bmburst_ops.swiglu import swiglu
@@ -59,9 +62,6 @@ def resume(folder: Path, tensor: int, other: int, names: list[str]) -> None:
 
 def storage(folder: Path) -> None:
     """Where the parts of a tensor lie, for ours and for BMTrain's own checkpoints; two ranks that share matrices."""
-    from bmburst.comm.groups import communicator
-    from bmburst.mesh import Mesh
-
     mesh = Mesh.over_bmtrain()
     check_mesh(mesh, 1, 1, 2)
     assert mesh.tensor is communicator(lazy.bmt.config["tp_comm"])  # no second one, and the model's
@@ -85,8 +85,6 @@ def chunks(folder: Path) -> None:
 
     Rows of two sequences, all tokens of the tensor group, are cut.
     """
-    from bmburst.mesh import Mesh
-
     attention = partial(lazy.BurstAttention, group=Mesh.over_bmtrain().sequence, layout="contiguous")
     ids = torch.randint(run_program.SHAPE.vocab_size, (2, 48), generator=torch.Generator().manual_seed(2))
     positions, found = torch.arange(47).expand(2, -1), {}
@@ -103,9 +101,6 @@ def chunks(folder: Path) -> None:
 
 def refusals() -> None:
     """What cannot work is said on every rank, before anything waits."""
-    from bmburst.launch.start import start
-    from bmburst.mesh import Mesh
-
     three = replace(run_program.SHAPE, num_heads=3, num_kv_heads=1, head_dim=8)
     wide = replace(run_program.SHAPE, intermediate_size=25)
     for words, attempt in {

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from bmburst_ops.host_adamw import Rates
 from tests import lazy
 from tests.distributed.programs import on_program
 from tests.refusals import refused
@@ -48,7 +49,6 @@ def state_of(weights):
 def update(weights, gradient, state, **changes):
     from bmburst.optim.states import part_of_all
     from bmburst.optim.updates import Update
-    from bmburst_ops.host_adamw import Rates
 
     parts, rates = part_of_all(weights.numel(), ""), Rates(**{"weight_decay": 0.0, **RATES, **changes})
     return Update(weights=weights, gradient=gradient, state=state, parts=parts, rates=rates)

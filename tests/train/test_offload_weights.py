@@ -1,15 +1,21 @@
 """A run with weights, gradients and optimizer in host memory is the run with the optimizer alone there."""
 
+import time
+from concurrent.futures import Future
+
 import pytest
 import torch
 
+from bmburst.comm.host_memory import HostMemory, HostShard, ShardCopies
 from bmburst.train.config import OptimizerConfig, ParallelConfig
+from bmburst_ops.host_adamw import Rates, joined, split
 from tests import lazy
 from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
 from tests.refusals import refusal_of, says
 from tests.train import run_program as program
 from tests.train.cases import held, require_equal, steps
+from tests.train.lazy_streams import late_copies
 
 STEPS = 4  # equal bit by bit: a difference shows at the second step, or never
 
@@ -96,8 +102,6 @@ def weights(made):
 
 @on_program(1)
 def test_reads_after_a_step_wait_for_the_update(tmp_path):
-    import time
-
     update, made = lazy.updates._update, {}
     with pytest.MonkeyPatch.context() as patch:
         for is_late in (False, True):
@@ -169,13 +173,8 @@ def test_gradients_that_are_not_finite_change_nothing(tmp_path):
 
 @on_program(1)
 def test_copies_that_come_late_are_waited_for():
-    from concurrent.futures import Future
-
-    from bmburst.comm.host_memory import HostShard, ShardCopies
     from bmburst.optim import states
     from bmburst.optim.updates import ShardUpdate
-    from bmburst_ops.host_adamw import Rates
-    from tests.train.lazy_streams import late_copies
 
     with late_copies():
         streams, made = [], torch.cuda.Stream
@@ -240,7 +239,6 @@ def test_copies_that_come_late_are_waited_for():
 @on_program(2)
 def test_an_input_without_gradient_is_no_exception():
     from bmburst.blocks.streamed import StreamedBlock
-    from bmburst.comm.host_memory import ShardCopies
 
     found = []
     for streams in (False, True):
@@ -267,8 +265,6 @@ def test_an_input_without_gradient_is_no_exception():
 
 @on_program(1)
 def test_halves_are_the_master_but_for_ties():
-    from bmburst_ops.host_adamw import joined, split
-
     low = torch.arange(1 << 16, dtype=torch.int32)
     for high in (*range(0, 1 << 16, 251), 0x7F7F, 0x7F80, 0xFF80, 0x0000, 0x8000, 0x3F80, 0x3F81):
         bits = (high - (1 << 16) if high > 0x7FFF else high) * (1 << 16) + low
@@ -297,8 +293,6 @@ def test_what_cannot_be_is_refused_before_work(tmp_path):
 
 @on_program(2)
 def test_memory_and_state_are_prepared_while_other_work_goes_on(tmp_path):
-    from bmburst.comm.host_memory import HostMemory
-
     memory = HostMemory()
     model = lazy.Llama(program.SHAPE, offload_weights=True, host_memory=memory)
     shards = [each for layer in model.model.layers for each in layer._shards]

@@ -7,6 +7,9 @@ from importlib import import_module
 import pytest
 import torch
 
+from bmburst.blocks.kinds import MATRICES, apart
+from bmburst.mesh import Mesh
+from bmburst.train.config import OptimizerConfig
 from tests import lazy, tiny
 from tests.distributed.programs import on_program
 from tests.refusals import refused
@@ -15,10 +18,8 @@ from tests.train.run_program import SHAPE
 
 @on_program(2)
 def test_equals_torch():
-    from bmburst.blocks.kinds import MATRICES, apart
     from bmburst.optim.adamw import build_optimizer
     from bmburst.optim.norms import GradientNorms
-    from bmburst.train.config import OptimizerConfig
 
     # Tied: as many storages decay as do not, each of another size.
     untied, with_biases = tiny.config("qwen2", vocab_size=53), ("attention", "norms", "head")
@@ -58,8 +59,6 @@ def test_equals_torch():
 
 def _require_norms(names, sums, whole, kinds):
     """Check sums of squares of all ranks by kind; gradients were given times 4."""
-    from bmburst.mesh import Mesh
-
     (total,) = Mesh.over_bmtrain().world.all_reduce(sums).wait()
     assert {*names} == {*kinds.values()}
     for kind, found in zip(names, total.tolist(), strict=True):

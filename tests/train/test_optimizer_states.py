@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from bmburst.blocks.config import LoRAConfig
+from bmburst.comm.host_memory import host_shard
 from bmburst.config import to_dict
 from bmburst.optim.config import MOMENT_BYTES, OptimizerConfig
 from bmburst.plan.counts import adam_bytes
@@ -56,8 +57,6 @@ def held(made):
 
 def stored(made):
     """Return this rank's state as it is kept."""
-    from bmburst.comm.host_memory import host_shard
-
     parameters = [each for group in made.optimizer.param_groups for each in group["params"]]
     for kept in filter(None, map(host_shard, parameters)):
         kept.settle()

@@ -1,5 +1,6 @@
 """Checkpoints of large models: several ranks write, none ever holds the model, and what is read is what was written."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint import training as checkpoint
 from bmburst.checkpoint.files import RunProgress, newest_complete
 from bmburst.checkpoint.sharded_files import GatheredTensors, owners_of
@@ -60,8 +62,6 @@ def _save_in_parts(folder):
     progress = RunProgress(step=2, data=ours.batches.state_dict(), tokenizer="bytes")
     for name, part_bytes in (("whole", None), ("parts", 1)):
         save(folder / name, ours, progress, part_bytes)
-    from bmburst.checkpoint import hugging_face
-
     target = folder / "export"
     for part_bytes, there in ((None, True), (1, False), (None, True)):
         hugging_face.save(ours.model, target, part_bytes=part_bytes)
@@ -72,8 +72,6 @@ def _save_in_parts(folder):
 
 
 def _fails_together(folder, ours):
-    from bmburst.checkpoint import hugging_face
-
     write = SafetensorsWriter.write
 
     def full(self, tensor):
@@ -105,8 +103,6 @@ LARGE = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 8, "num_he
 
 @on_program(2, fresh=True)
 def test_no_rank_holds_more_than_a_few_tensors(tmp_path):
-    import dataclasses
-
     from bmburst import zero
 
     gather = zero.gather

@@ -15,7 +15,9 @@ from bmburst.blocks.config import LoRAConfig
 from bmburst.comm.checks import contents
 from bmburst.comm.communicator import gather_objects
 from bmburst.comm.transports import NODE_SWITCH
+from bmburst.mesh import Mesh
 from bmburst.train.config import OptimizerConfig, ParallelConfig
+from bmburst.train.memory_plan import zero_group_for
 from tests import lazy
 from tests.refusals import refused, says
 from tests.train import run_program
@@ -128,8 +130,6 @@ def require_alike(trainer: Any, pieces: list[torch.Tensor]) -> None:
 
 def choices(folder: Path) -> None:
     """What "auto" and "node" are on these ranks, and nodes of different sizes."""
-    from bmburst.mesh import Mesh
-    from bmburst.train.memory_plan import zero_group_for
     from bmburst.zero_group import ranks_of_node
 
     mesh, rank = Mesh.over_bmtrain(), int(os.environ["RANK"])
