@@ -50,7 +50,7 @@ def test_packages_are_called_as_they_want(monkeypatch, stand_in, case, view, sof
     tile.statistics = tuple(every_second(t) for t in tile.statistics)
     for into in (None, room(tile.q, view), wider_room(tile.q)):
         part = tile.forward(kernel, into=into)
-        assert into is None or all(a is b for a, b in zip(part, into, strict=True))
+        assert_same(part, into)
         tile.hold_forward(part, EPSILON[tile.dtype])
     for deterministic in (False, kernel.name != "fa3"):
         into = Gradients(*(view(torch.empty_like(t)) for t in (tile.q, tile.k, tile.v))) if made.gradients else None
