@@ -7,6 +7,7 @@ import torch
 
 from bmburst.sequence import IGNORE_INDEX
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig
+from bmburst.train.trainer import Trainer
 from tests import lazy, tiny
 from tests.train import cases
 from tests.train.given import local
@@ -73,8 +74,6 @@ def train_some(folder: Path, runs: list[tuple[Split, Case]]) -> None:
 
 
 def _train(folder: Path, split: Split, case: Case, dtype: Any, steps: int) -> None:
-    from bmburst.train.trainer import Trainer
-
     data, sequence, tensor = (*split, 1)[:3]
     share = SEQUENCES // data
     config = TrainConfig(

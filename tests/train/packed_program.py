@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
+from bmburst.train.trainer import Trainer
 from tests import lazy
 from tests.train import cases, run_program
 from tests.train.given import local
@@ -72,8 +73,6 @@ def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
 
 def train(folder: Path, case: Case) -> None:
     """Do a case, and leave what came of it."""
-    from bmburst.train.trainer import Trainer
-
     trainer = Trainer(config(folder, case, eval_sequences=10**6))
     trainer.restore()
     evaluated = trainer.evaluate()

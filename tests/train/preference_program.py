@@ -11,6 +11,7 @@ from bmburst.blocks.config import LoRAConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.train.config import DataConfig, DPOConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from bmburst.train.objective import PairObjective
+from bmburst.train.trainer import Trainer
 from tests import chat, lazy, tiny
 from tests.train import cases, run_program
 
@@ -84,8 +85,6 @@ def adapter(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def train(folder: Path, case: Case) -> None:
     """Do a case, and leave what came of it."""
-    from bmburst.train.trainer import Trainer
-
     trainer = Trainer(config(folder, case, eval_sequences=10**6))
     trainer.restore()
     evaluated = trainer.evaluate()

@@ -27,6 +27,7 @@ from bmburst.train.evaluate import read_model
 from bmburst.train.kept import kept_by_rank_0, kept_with_model, read_tokenizer
 from bmburst.train.resolve import resolve, set_defaults_of_data
 from bmburst.train.text import check_text, open_text
+from bmburst.train.trainer import run
 from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.refusals import refused
@@ -57,8 +58,6 @@ def folder(tmp_path_factory):
 
 
 def _train(folder):
-    from bmburst.train.trainer import run
-
     options = {
         "init_from": folder / "base",
         "data.source": folder / "chats.jsonl",

@@ -20,6 +20,7 @@ from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import hardware_like
 from bmburst.train.config import DPOConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from bmburst.train.resolve import check_paths, resolve
+from bmburst.train.trainer import Trainer
 from bmburst_ops.dropout import Dropout, keys
 from tests import lazy, tiny
 from tests.distributed.programs import run_program
@@ -145,8 +146,6 @@ def test_training_is_pefts(tmp_path: Path, size: int, tensor: int, names: tuple[
 
 
 def _training_is_pefts(folder: Path, tensor: int, names: tuple[str, ...]) -> None:
-    from bmburst.train.trainer import Trainer
-
     for name in names:
         changes = {"parallel": ParallelConfig(tensor_parallel=tensor)}
         if tensor == 1 and "lora_dropout" in CASES[name]:  # one chunk after another, recomputed, drops the same

@@ -16,6 +16,8 @@ from bmburst.cli.run_folder import checkpoint_bytes
 from bmburst.inference.generator import Generator, Source
 from bmburst.train.clock import FlopsMeter
 from bmburst.train.config import EvalConfig, OptimizerConfig, TrainConfig
+from bmburst.train.evaluate import evaluate_checkpoint
+from bmburst.train.trainer import Trainer
 from tests import tiny
 from tests.distributed.programs import on_program, run_program
 from tests.refusals import refused, says
@@ -56,8 +58,6 @@ def losses(folder, *asked):
 
 
 def _losses(folder, asked):
-    from bmburst.train.evaluate import evaluate_checkpoint
-
     found = []
     for model, adapter in asked:
         given = {"checkpoint": folder / model, "adapter": None if adapter is None else folder / adapter}
@@ -122,8 +122,6 @@ def test_answers_are_those_of_the_merged_model(trained):
 
 @on_program(2)
 def test_the_sample_of_a_run_is_written_with_its_adapter(in_4bit):
-    from bmburst.train.trainer import Trainer
-
     for end, base in (("", "dtype"), ("-4bit", "4bit")):
         made = Trainer(
             replace(config(in_4bit, lora=replace(LORA, base=base), resume=True), output=in_4bit / f"run{end}")

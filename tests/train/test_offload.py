@@ -13,6 +13,7 @@ from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import hardware_like
 from bmburst.train import machine, memory_plan
 from bmburst.train.config import OptimizerConfig, ParallelConfig
+from bmburst.train.trainer import Trainer
 from tests import lazy
 from tests.distributed.programs import on_program
 from tests.refusals import refused
@@ -29,8 +30,6 @@ def test_trains_and_resumes(tmp_path):
 
 
 def trainer(folder, name, offload, dtype, level, **changes):
-    from bmburst.train.trainer import Trainer
-
     config = program.config(
         folder,
         name,
