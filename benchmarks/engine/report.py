@@ -171,7 +171,7 @@ def panel(path: Path, title: str, setting: str, fill: Callable[[Any], None]) -> 
     return path
 
 
-def scale_heights(axes: Any, *, logarithmic: bool = False) -> None:
+def scale_heights(axes: Any, *, logarithmic: bool) -> None:
     """Let the y axis start at 0, or make it logarithmic."""
     if logarithmic:
         axes.set_yscale("log")

@@ -71,7 +71,7 @@ def once(call: Callable[[], object], group: RankGroup) -> float:
     return group.largest(milliseconds_between(before, mark(group.device)))
 
 
-def gpu_seconds(call: Callable[[], object], scratch: torch.Tensor | None = None) -> tuple[float, float]:
+def gpu_seconds(call: Callable[[], object], scratch: torch.Tensor | None) -> tuple[float, float]:
     """Return the seconds of a call on this GPU, and the seconds of its launch on the host.
 
     Before the call, `scratch` is written, which flushes the GPU's caches and hides the launch. Without it the GPU is

@@ -163,7 +163,7 @@ def require_numbers(name: str, tensor: Tensor) -> None:
         )
 
 
-def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool = False) -> None:
+def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool) -> None:
     """Check types, shapes, dtypes and devices of one rank's inputs.
 
     Args:

@@ -303,7 +303,7 @@ def fill_defaults(
     *,
     is_started: bool,
     has_adapters: bool,
-    has_pairs: bool = False,
+    has_pairs: bool,
 ) -> tuple[OptimizerConfig, ScheduleConfig]:
     """Return both sections with None replaced by defaults.
 

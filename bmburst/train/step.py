@@ -221,7 +221,7 @@ class StopRequest:
         self.signum = signum
 
 
-def stopped_by(facts: StepFacts, hosts: Sequence[str], *, saves: bool = True) -> str:
+def stopped_by(facts: StepFacts, hosts: Sequence[str], *, saves: bool) -> str:
     """Return a message about the rank that was asked to stop, the same on all ranks; empty if there is none.
 
     Args:
