@@ -44,11 +44,7 @@ def enumerated(head: str, parts: Iterable[str], columns: int) -> str:
 
 
 def tokens(text: str) -> int:
-    """Parse a number of tokens: 65536 for 64K or 64k, 1048576 for 1M; digits alone are the number itself.
-
-    Raises:
-        ValueError: The text is not a whole number.
-    """
+    """Parse a number of tokens: 65536 for 64K or 64k, 1048576 for 1M, 7 for 7; ValueError for other text."""
     for unit, size in _UNITS:
         if text.upper().endswith(unit):
             return whole(str(int(text[:-1]) * size))
@@ -56,11 +52,7 @@ def tokens(text: str) -> int:
 
 
 def gibibytes(text: str) -> float:
-    """Return the GiB of an amount of memory: 128 for 128G, 128GiB and 128, 0.5 for 512M, 1024 for 1T.
-
-    Raises:
-        ValueError: The text is not an amount of memory.
-    """
+    """Return the GiB of a text: 128 for 128G, 128GiB and 128, 0.5 for 512M, 1024 for 1T; ValueError for others."""
     amount = text.strip().upper().removesuffix("IB").removesuffix("B")
     for unit, size in (("T", 1024.0), ("G", 1.0), ("M", 1 / 1024)):
         if amount.endswith(unit):
@@ -83,11 +75,7 @@ def bytes_text(nbytes: float, digits: int = 1, *, in_gib: bool = False) -> str:
 
 
 def whole(text: str) -> int:
-    """Parse a whole number of at most `MOST`, so that a float holds it exactly.
-
-    Raises:
-        ValueError: The text is not a whole number, or the number is larger.
-    """
+    """Parse a whole number of at most `MOST`, so that a float holds it exactly; ValueError for other text."""
     number = int(text)
     if abs(number) > MOST:
         raise ValueError(f"more than {MOST:,}")

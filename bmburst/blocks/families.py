@@ -320,11 +320,7 @@ def rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
-    """Return the scaling of rotary settings, as `rope_of` returns them; None: positions are not scaled.
-
-    Raises:
-        UserError: The settings are incomplete or not supported.
-    """
+    """Return the scaling of rotary settings, as `rope_of`, or None; UserError if incomplete or not supported."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     known = sorted((*ROPE_KINDS, "default"))
     if kind not in known:  # another name would be another model

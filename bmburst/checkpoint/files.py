@@ -127,11 +127,7 @@ def verified(given: Path, say: Callable[[str], object]) -> Path:
 
 
 def verified_together(given: Path) -> Path:
-    """Call `verified` on rank 0 and return its result on all ranks. Every rank must call it.
-
-    Raises:
-        UserError: On all ranks; see `verified`.
-    """
+    """Call `verified` on rank 0, and return its result, or raise its error, on all ranks. Every rank must call it."""
     import bmtrain as bmt
 
     from bmburst.checkpoint.sharded_files import on_every_rank

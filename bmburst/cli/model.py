@@ -68,11 +68,7 @@ def settle_ranks(args: argparse.Namespace, world_size: int | None) -> tuple[int,
 
 
 def open_source(args: argparse.Namespace, ranks: int) -> "Source":
-    """Open the model of the options; no weights are read yet.
-
-    Raises:
-        UserError: There is no such model, or it cannot run on these ranks with these options.
-    """
+    """Open the model of the options, no weights yet; UserError if there is none, or it cannot run on these ranks."""
     from bmburst.inference.generator import Source
 
     source = Source.open(args.checkpoint, args.adapter, args.tokenizer)

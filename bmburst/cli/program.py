@@ -262,11 +262,7 @@ def _caught(words: Sequence[str]) -> int:
 
 
 def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
-    """Return the number of ranks for this machine: `asked`, else one per GPU, else `fewest` processes on the CPU.
-
-    Raises:
-        UserError: There are fewer GPUs than ranks.
-    """
+    """Return the number of ranks: `asked`, else one per GPU, else `fewest` on the CPU; UserError with fewer GPUs."""
     from bmburst.launch import devices
     from bmburst.launch.spec import require_devices
 

@@ -175,7 +175,10 @@ def check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith(_NO_RUN))
         found = [name for name in names if traces is None or name in traces]
         if found and not (found == [CONFIG_FILE] and _is_run_config(folder / CONFIG_FILE)):
-            raise _occupied(folder, found[0])
+            raise UserError(
+                f"output {folder}: not empty, it holds {found[0]}\n"
+                "fix: give --resume to continue the run in it, or another --output"
+            )
 
 
 def require_no_file(folder: Path) -> None:
@@ -191,10 +194,3 @@ def _is_run_config(path: Path) -> bool:
     except UserError:
         return False
     return True
-
-
-def _occupied(folder: Path, name: str) -> UserError:
-    return UserError(
-        f"output {folder}: not empty, it holds {name}\n"
-        "fix: give --resume to continue the run in it, or another --output"
-    )

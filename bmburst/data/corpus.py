@@ -220,11 +220,7 @@ def tokenize(
 
 
 def samples_of(text: Text) -> Iterator[tuple[str, Masked | str]]:
-    """Yield the name of each document or record of a text, and its text, or its ids and answers if it is a record.
-
-    Raises:
-        UserError: As `tokenize`.
-    """
+    """Yield each document or record of a text: its name, and its text or ids and answers; errors as `tokenize`."""
     if text.encoder is None:
         for document in read_documents(text.files, text_field=text.form.text_field):
             yield document.name, "".join(islice(document.pieces, 1))

@@ -206,11 +206,7 @@ def table(results: Mapping[str, Sequence[PasskeyCell]], test: PasskeyTest) -> st
 
 
 def draw(results: Mapping[str, Sequence[PasskeyCell]], test: PasskeyTest, path: Path) -> None:
-    """Plot the fraction of right answers over length and depth. Refused lengths are gray.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Plot the share of right answers over length and depth, gray where refused; OSError if it cannot be written."""
     ((model, cells),) = results.items()
     lengths, depths = test.lengths, sorted(test.depths)
     found = {(cell.length, cell.depth): cell for cell in cells}

@@ -66,11 +66,7 @@ class WholeBatch:
 
 
 def batch_of_tree(tree: PackedTree, others: Mapping[str, object]) -> WholeBatch:
-    """Return the batch of rows packed as trees.
-
-    Raises:
-        UserError: It is another value, or there is another argument.
-    """
+    """Return the batch of rows packed as trees; UserError for another value, or with another argument."""
     require_tree(tree)
     given = sorted(name for name, value in others.items() if value is not None)
     if given:

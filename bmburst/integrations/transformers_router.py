@@ -94,11 +94,7 @@ def require_router_loss_elsewhere(model: object, inputs: Mapping[str, object]) -
 
 
 def router_share(model: object, shares: list[Tensor]) -> Tensor:
-    """Return the share of the last call of a model.
-
-    Raises:
-        UserError: The model has not computed the loss, or without gradients.
-    """
+    """Return the share of the last call of a model; UserError if it computed none, or without gradients."""
     lost = torch.is_grad_enabled() and bool(shares) and not shares[-1].requires_grad
     if not shares or (lost and any(parameter.requires_grad for parameter in _parameters(model))):
         raise UserError(

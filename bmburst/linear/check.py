@@ -178,11 +178,7 @@ def scan_call(
 def conv_call(
     comm: CheckedCommunicator, inputs: Mapping[str, Tensor], options: SequenceOptions, activation: str | None
 ) -> tuple[ConvCall, str]:
-    """Return the call of a convolution, and its signature; see `scan_call`.
-
-    Raises:
-        UserError: An option is not supported.
-    """
+    """Return the call of a convolution, and its signature, as `scan_call`; UserError for an unsupported option."""
     require_device(comm, "x", inputs["x"])
     chain = options.chain(comm.size, *inputs["x"].shape[:2])
     call = _conv_call(comm, chain, activation, options.has_initial)

@@ -128,11 +128,7 @@ def table(bins: Sequence[PositionBin], perplexity: Callable[[float], float]) -> 
 
 
 def draw_positions(bins: Sequence[PositionBin], model: str, path: Path) -> None:
-    """Plot the mean loss of each bin over the positions.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Plot the mean loss of each bin over the positions; OSError if the file cannot be written."""
     figure = blank_picture(7.5, 4.5)
     draw_bins(figure.subplots(), bins, "tokens that the model has seen", f"loss by position, {Path(model).name}")
     save_picture(figure, path)

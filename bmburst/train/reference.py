@@ -9,11 +9,7 @@ from bmburst.train.config import TrainConfig
 
 
 def reference_text(config: TrainConfig, folder: Path) -> str:
-    """Return some numbers of a reference's weights, as a run holds them: `Base.text`.
-
-    Raises:
-        UserError: The weights do not fit the model of the run.
-    """
+    """Return some numbers of a reference's weights, as `Base.text`; UserError unless they fit the run's model."""
     return Base.open(folder, config.model).text(config.dtype)
 
 
