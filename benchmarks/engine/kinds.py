@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from bmburst.amounts import numbers, tokens
 from bmburst.config import read_json
-from bmburst.errors import UserError, require_known, unknown
+from bmburst.errors import UserError, first_line, require_known, unknown
 from bmburst.outputs import replacing
 
 OK, REFUSED, FAILED = "ok", "refused", "failed"
@@ -111,7 +111,7 @@ class Results(Generic[C]):
             results.require_rows()
             return results
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise UserError(
                 f"--output {path} is not a results file of this benchmark: {reason}\nfix: name a new file"
             ) from None

@@ -24,7 +24,7 @@ from bmburst.cli.model import (
     settle_ranks,
 )
 from bmburst.cli.program import INTERRUPTED, any_text
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
 from bmburst.launch.watchdog import handle_signals
@@ -148,7 +148,7 @@ def _require_template(source: "Source") -> None:
         ChatTemplate(source.tokenizer)
     except UserError as error:
         raise UserError(
-            f"{str(error).splitlines()[0]}\nallowed: a model with a chat template, by which questions are written\n"
+            f"{first_line(error)}\nallowed: a model with a chat template, by which questions are written\n"
             "fix: add chat_template.jinja to its directory, or --tokenizer DIR of another with one"
         ) from None
 

@@ -15,7 +15,7 @@ from bmburst.config import parse_json
 from bmburst.data.sources import PIECE_BYTES, SourceFile, unreadable
 from bmburst.data.streams import opened
 from bmburst.data.tables import dataset_rows, parquet_rows
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 from bmburst.record_format import COLUMNS
 
 KINDS = (
@@ -88,7 +88,7 @@ def read_documents(
             if file.named or file.kind != "text":
                 raise
             on_read(file.path.stat().st_size)
-            on_skip(str(error).splitlines()[0])
+            on_skip(first_line(error))
 
 
 def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -> None:
@@ -420,4 +420,4 @@ def _element(file: SourceFile, number: int) -> str:
 
 
 def _reason(error: ValueError) -> str:
-    return str(error).splitlines()[0].removeprefix("is not valid JSON: ")
+    return first_line(error).removeprefix("is not valid JSON: ")

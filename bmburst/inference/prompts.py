@@ -15,7 +15,7 @@ from bmburst.data.chat import ChatTemplate
 from bmburst.data.documents import SetupError, with_others
 from bmburst.data.messages import Message, read_conversations, read_messages, template_variables
 from bmburst.data.tokenizer import PromptTokenizer, TokenIds
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 
 Messages = Sequence[Mapping[str, Any]]
 Finish = Literal["length", "stop", "eos", "refused"]
@@ -262,7 +262,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             yield source, parse_json(line, finite=True)
         except ValueError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             yield source, UserError(f"{source} {reason}\nallowed: {_LINE}\nfix: correct that line")
 
 
