@@ -16,6 +16,8 @@ _OWNERS = {
     "HostAdam": "bmburst.optim.updates",
     "Linear": "bmburst.blocks.layers",
     "Llama": "bmburst.blocks.model",
+    "Seq2Seq": "bmburst.blocks.seq2seq",
+    "build_optimizer": "bmburst.optim.adamw",
     "gather": "bmburst.zero",
     "gradient_of": "bmburst.zero",
     "named_shards": "bmburst.zero",

@@ -112,9 +112,7 @@ def run(weights: Path, output: Path, names: Sequence[str]) -> None:
 def _case(case: Case, weights: dict[str, Tensor], mesh: Mesh) -> dict[str, Any]:
     from bmtrain import world_size
 
-    from bmburst.blocks.seq2seq import Seq2Seq
-
-    model = Seq2Seq(
+    model = lazy.Seq2Seq(
         Seq2SeqConfig(**SIZES, scale_embedding=case.scaled),
         source_layout=case.layouts[0],
         target_layout=case.layouts[1],
@@ -148,11 +146,9 @@ def _case(case: Case, weights: dict[str, Tensor], mesh: Mesh) -> dict[str, Any]:
 
 def learn(output: Path, steps: int) -> None:
     """Learn to reverse sequences, and leave the loss of each step."""
-    from bmburst.blocks.seq2seq import Seq2Seq
-
     mesh = Mesh.over_bmtrain()
     sizes = {**SIZES, "encoder_layers": 1, "decoder_layers": 1, "d_model": 32}
-    model = Seq2Seq(Seq2SeqConfig(**sizes, init_std=0.1), group=mesh.sequence, dtype=torch.float64)
+    model = lazy.Seq2Seq(Seq2SeqConfig(**sizes, init_std=0.1), group=mesh.sequence, dtype=torch.float64)
     manager = lazy.bmt.optim.OptimManager(loss_scale=None)  # BMTrain's own optimizers take no fp64
     manager.add_optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
     generator, losses = torch.Generator().manual_seed(0), []
@@ -170,8 +166,6 @@ def learn(output: Path, steps: int) -> None:
 
 def refusals() -> None:
     """See what is said of bad configurations, options, weights and sequences."""
-    from bmburst.blocks.seq2seq import Seq2Seq
-
     for name, value in (("d_model", 16.0), ("vocab_size", "19"), ("pad_token_id", "a")):
         with refused(f"{name} | whole number | {value!r}"):
             Seq2SeqConfig(**{**SIZES, name: value})
@@ -213,8 +207,8 @@ def refusals() -> None:
         ({"attention": {"strategy": "rings"}}, "'rings' | ring"),
     ):
         with refused(words):
-            Seq2Seq(config, **options)
-    model = Seq2Seq(config)
+            lazy.Seq2Seq(config, **options)
+    model = lazy.Seq2Seq(config)
     weights = model.weights()
     name = "model.decoder.layers.1.encoder_attn.k_proj.bias"
     with refused(f"{name} | missing | [16]"):
@@ -232,13 +226,11 @@ def refusals() -> None:
 
 def bad_batches() -> None:
     """See what is said of layouts and batches that do not fit, on every rank."""
-    from bmburst.blocks.seq2seq import Seq2Seq
-
     mesh = Mesh.over_bmtrain()
     config = Seq2SeqConfig(**SIZES)
     with refused("'contiguous' | 2 ranks | zigzag (0.5)"):
-        Seq2Seq(config, group=mesh.sequence, target_layout="contiguous", recompute="block-keep-attention:0.5")
-    model = Seq2Seq(config, group=mesh.sequence)
+        lazy.Seq2Seq(config, group=mesh.sequence, target_layout="contiguous", recompute="block-keep-attention:0.5")
+    model = lazy.Seq2Seq(config, group=mesh.sequence)
     with refused("Seq2SeqBatch | Tensor | model.cut.batch"):
         model.loss(torch.zeros(2, 7))
     cut = model.cut
@@ -281,7 +273,5 @@ def bad_batches() -> None:
 
 def tensor_parallelism() -> None:
     """See that ranks that share matrices are refused."""
-    from bmburst.blocks.seq2seq import Seq2Seq
-
     with refused("tensor parallelism 2 | encoder-decoder | tensor=1"):
-        Seq2Seq(Seq2SeqConfig(**SIZES))
+        lazy.Seq2Seq(Seq2SeqConfig(**SIZES))

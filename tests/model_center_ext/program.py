@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import bmburst
+import model_center_ext
 from bmburst.checkpoint.conversion import convert
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.sequence import SequenceShard
@@ -60,12 +61,10 @@ def run(folder: Path) -> None:
 
 def run_tensor(folder: Path) -> None:
     """What `run` does with the plain model, where ranks share matrices too: by `loss`, in which a token counts once."""
-    from model_center_ext import Llama
-
     mesh = bmburst.Mesh.over_bmtrain()
     theirs = _theirs(_PLAIN)
     _save(theirs, _PLAIN, folder / "plain")
-    lazy.bmt.save(Llama.from_pretrained(folder / "plain", mesh=mesh), str(folder / "ours.pt"))
+    lazy.bmt.save(model_center_ext.Llama.from_pretrained(folder / "plain", mesh=mesh), str(folder / "ours.pt"))
     results = {
         "logits": (_logits(folder / "plain", mesh), _their_logits(theirs)),
         "gradients": (_gradients_by("loss", folder / "plain", mesh), _their_gradients(theirs)),
@@ -151,9 +150,7 @@ def _part(mesh: bmburst.Mesh, layout: str) -> tuple[SequenceShard, Any]:
 
 
 def _logits(directory: Path, mesh: bmburst.Mesh, layout: str = "zigzag", **changes: Any) -> Tensor:
-    from model_center_ext import Llama
-
-    model = Llama.from_pretrained(directory, mesh=mesh, layout=layout, **changes)
+    model = model_center_ext.Llama.from_pretrained(directory, mesh=mesh, layout=layout, **changes)
     tokens, _ = data()
     with mesh.current():
         logits = model(bmburst.shard(tokens, layout=layout), TOKENS).logits
@@ -169,9 +166,7 @@ def _gradients(directory: Path, mesh: bmburst.Mesh) -> dict[str, Tensor]:
 
 
 def _gradients_by(way: str, directory: Path, mesh: bmburst.Mesh) -> dict[str, Tensor]:
-    from model_center_ext import Llama
-
-    model = Llama.from_pretrained(directory, mesh=mesh)
+    model = model_center_ext.Llama.from_pretrained(directory, mesh=mesh)
     cut, (tokens, labels) = _part(mesh, "zigzag")
     (valid,) = mesh.world.all_reduce(count_valid(labels)).wait()
     valid = valid // mesh.shape.tensor  # ranks of a tensor group have the same labels
@@ -225,12 +220,10 @@ def _many(weight: Tensor) -> Tensor:
 
 def _with_lengths(directory: Path) -> tuple[Tensor, Tensor]:
     """Samples of their own lengths, padded, on one rank: ours, and ModelCenter's."""
-    from model_center_ext import Llama
-
     tokens, _ = data()
     lengths = torch.tensor([TOKENS, 20])
     mesh = bmburst.Mesh.over_bmtrain(sequence=1)
-    ours = Llama.from_pretrained(directory, mesh=mesh)(tokens, lengths).logits
+    ours = model_center_ext.Llama.from_pretrained(directory, mesh=mesh)(tokens, lengths).logits
     model = _theirs(_PLAIN)
     from model_center_ext.llama import LlamaOutput
 
@@ -247,9 +240,7 @@ def _with_lengths(directory: Path) -> tuple[Tensor, Tensor]:
 
 def _returned(folder: Path) -> Tensor:
     """Logits of ModelCenter's Llama with what `bmtrain.save` wrote of ours."""
-    from model_center_ext import Llama
-
-    lazy.bmt.save(Llama.from_pretrained(folder / "plain"), str(folder / "ours.pt"))
+    lazy.bmt.save(model_center_ext.Llama.from_pretrained(folder / "plain"), str(folder / "ours.pt"))
     model = _theirs(_PLAIN)
     lazy.bmt.load(model, str(folder / "ours.pt"), strict=False)
     return _their_logits(model)

@@ -18,7 +18,6 @@ from tests.train.run_program import SHAPE
 
 @on_program(2)
 def test_equals_torch():
-    from bmburst.optim.adamw import build_optimizer
     from bmburst.optim.norms import GradientNorms
 
     # Tied: as many storages decay as do not, each of another size.
@@ -28,7 +27,7 @@ def test_equals_torch():
         model = lazy.Llama(config, seed=1, kept_apart=apart(decayed, plus=False))
         shards = lazy.named_shards(model)
         rates = OptimizerConfig(lr=0.02, beta2=0.95, eps=0.1, weight_decay=0.5, weight_decay_on=decayed)
-        optimizer, norms = build_optimizer(model, rates), GradientNorms(model)
+        optimizer, norms = lazy.build_optimizer(model, rates), GradientNorms(model)
         whole = {shard.name: torch.nn.Parameter(lazy.gather(shard)) for shard in shards}
         places = {"embed": "embeddings", "self_attn": "attention", "mlp": "mlp", "lm_head": "head"}
         kinds = {

@@ -216,14 +216,12 @@ def test_the_number_of_ranks_changes_no_bit(tmp_path):
 
 def _updates(folder):
     """Three steps with gradients that do not depend on the number of ranks."""
-    from bmburst.optim.adamw import build_optimizer
-
     found = {}
     for kind in ("bfloat16", "8bit"):
         model = lazy.Llama(program.SHAPE, seed=1, dtype=torch.bfloat16)
         shards = lazy.named_shards(model)
         config = OptimizerConfig(lr=0.02, beta2=0.95, eps=1e-8, weight_decay=0.5, state=kind, offload=True)
-        optimizer = build_optimizer(model, config, seed=5)
+        optimizer = lazy.build_optimizer(model, config, seed=5)
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             for shard in shards:
