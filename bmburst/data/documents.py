@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.config import parse_json
+from bmburst.data.messages import short
 from bmburst.data.sources import PIECE_BYTES, SourceFile, unreadable
 from bmburst.data.streams import opened
 from bmburst.data.tables import dataset_rows, parquet_rows
@@ -295,7 +296,7 @@ def _text(text_field: str, name: str, value: Any) -> str:
         raise value
     if not isinstance(value, dict):
         raise UserError(
-            f"{name}: the line is not a JSON object: {_short(value)}\n"
+            f"{name}: the line is not a JSON object: {short(value)}\n"
             f'allowed: for example {{"{text_field}": "..."}}\nfix: write one JSON object per line'
         )
     if text_field not in value:
@@ -310,15 +311,10 @@ def _text(text_field: str, name: str, value: Any) -> str:
     text = value[text_field]
     if not isinstance(text, str):
         raise UserError(
-            f"{name}: field '{text_field}' must be a string, got {_short(text)}\n"
+            f"{name}: field '{text_field}' must be a string, got {short(text)}\n"
             "fix: name another field: --text-field NAME, in bmburst train --data.text_field NAME"
         )
     return text
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, default=str)  # Parquet has bytes, times and decimals too
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
@@ -367,7 +363,7 @@ def _json_values(file: SourceFile, on_read: Callable[[int], object]) -> Iterator
         return
     if not isinstance(values, list):
         raise UserError(
-            f"'{file.name}' is a JSON file of {_short(values)}\nallowed: {SHAPES}\n"
+            f"'{file.name}' is a JSON file of {short(values)}\nallowed: {SHAPES}\n"
             "fix: write one of these; of text, name the file .txt"
         )
     for number, value in enumerate(values, 1):

@@ -335,5 +335,5 @@ def empty(name: str, what: str) -> UserError:
 
 def short(value: object) -> str:
     """Return a value as JSON of at most 60 characters."""
-    text = json.dumps(value, default=str)
+    text = json.dumps(value, default=str)  # Parquet has bytes, times and decimals too
     return text if len(text) <= 60 else text[:57] + "..."
