@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.report import markdown_table, versions
+from benchmarks.engine.report import markdown_table, recorded
 from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
@@ -136,7 +136,7 @@ def table(found: Mapping[str, Any]) -> str:
     outcomes, machine = [Outcome(**row) for row in found["rows"]], found["machine"]
     count = {result: sum(o.result == result for o in outcomes) for result in (PASSED, FAILED, LATE, SKIPPED)}
     lines = [
-        f"{machine['date']}, {machine['device']}: {versions(machine)}. Recorded by `{machine['command']}`.",
+        recorded(machine),
         "",
         f"{len(outcomes)} files of BMTrain 1.0.1, unmodified: {count[PASSED]} pass, {count[FAILED]} fail, "
         f"{count[LATE]} were not done in time, {count[SKIPPED]} need more memory than this host has.",

@@ -35,6 +35,7 @@ from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.amounts import GIB, numbers, short, tokens
 from bmburst.blocks.presets import PRESETS
+from bmburst.errors import first_line
 from bmburst.integrations.transformers import SplitSequences, recompute, register
 from bmburst.integrations.transformers_recurrent import mixers
 
@@ -196,7 +197,7 @@ def measured(training: Training, cells: list[Cell], steps: int, warmup: int) -> 
         try:
             yield _row(training, cell, steps, warmup)
         except torch.OutOfMemoryError as error:  # all ranks need the same memory, so all of them stop
-            yield cell._asdict() | {"out_of_memory": str(error).splitlines()[0]}
+            yield cell._asdict() | {"out_of_memory": first_line(error)}
             return
 
 

@@ -210,11 +210,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _chosen(options: argparse.Namespace) -> dict[int, Run]:
-    """Return the runs that fit on the machine, by number, with the layers and steps of the command line.
-
-    Raises:
-        UserError: The suite has no run of a number.
-    """
+    """Return the runs that fit on the machine, by number, with given layers and steps; UserError for no run."""
     runs = dict(enumerate(SUITES[options.suite]))
     for number in options.runs or ():
         require_known("run", str(number), map(str, runs))

@@ -81,7 +81,7 @@ def _row(method: str, options: argparse.Namespace) -> Row:
     try:
         return {"method": method} | _of_peft(method, options, device)
     except torch.OutOfMemoryError as error:
-        return {"method": method, "out_of_memory": str(error).splitlines()[0]}
+        return {"method": method, "out_of_memory": first_line(error)}
 
 
 def _of_peft(method: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:

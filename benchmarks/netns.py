@@ -92,11 +92,7 @@ def sent(ports: list[tuple[str, str]]) -> list[int]:
 
 @contextmanager
 def network(shape: Shape) -> Iterator[Network]:
-    """Create a network, and remove it at the end of the `with` block.
-
-    Raises:
-        RuntimeError: A command of iproute2 failed; the message contains its error.
-    """
+    """Create a network, and remove it after the `with` block; RuntimeError, with its output, if iproute2 fails."""
     made = Network(f"bmburst{os.getpid()}", shape)
     names = [f"{made.prefix}-switch", *map(made.namespace, range(shape.ranks))]
     try:

@@ -16,34 +16,15 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks import accuracy
 from benchmarks.engine.kinds import KINDS, Results, load_kind
 from benchmarks.engine.report import markdown
-from benchmarks.engine.rows import load_rows, notes_above
+from benchmarks.engine.rows import ROWS, load_rows, notes_above
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
-_ROWS: Mapping[str, str] = MappingProxyType(
-    {
-        "biased": "biased",
-        "block_sparse": "block-sparse",
-        "cross": "cross",
-        "families": "families",
-        "hugging_face": "hugging-face",
-        "hybrid": "hybrid",
-        "large_models": "large-models",
-        "linear": "linear",
-        "logprobs": "logprobs",
-        "lora_peers": "lora-peers",
-        "mixed_lengths": "mixed-lengths",
-        "sparse_errors": "block-sparse-errors",
-        "strategies": "strategies",
-    }
-)
-"""Benchmarks of rows by the prefix of their records' names."""
 _MEASURED = _ROOT / "benchmarks" / "runs" / "measured.toml"
 
 
@@ -80,10 +61,26 @@ def tables(results: Path) -> Iterator[tuple[Path, str]]:
             head = "" if text.startswith("## ") else text.partition("\n## ")[0] + "\n"  # no text was added by hand
             text = markdown(Results.read(load_kind(name), path.with_suffix(".json")))
             yield path, f"{head}{text.rstrip()}\n"
-    for prefix, name in _ROWS.items():
-        for path in sorted(results.glob(f"{prefix}_*.md")):
-            text = load_rows(name).table(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
-            yield path, f"{notes_above(path.read_text(encoding='utf-8'), text)}{text}\n"
+    for path, name, record in row_records(results):
+        text = load_rows(name).table(record)
+        yield path, f"{notes_above(path.read_text(encoding='utf-8'), text)}{text}\n"
+
+
+def row_records(results: Path) -> Iterator[tuple[Path, str, Any]]:
+    """Yield each page of a benchmark of rows in a folder, the name of the benchmark, and its record."""
+    for path in sorted(results.glob("*.json")):
+        if (name := _benchmark_of(path.name)) is not None:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(record.get("rows"), list):  # the oldest have none
+                yield path.with_suffix(".md"), name, record
+
+
+def _benchmark_of(record: str) -> str | None:
+    """Return the benchmark of rows whose name, with underscores, begins the name of a record; None if there is none."""
+    if record.startswith("sparse_errors_"):
+        return "block-sparse-errors"
+    names = [name for name in ROWS if record.startswith(f"{name.replace('-', '_')}_")]
+    return max(names, key=len, default=None)
 
 
 def _with_rows(text: str) -> str:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import netns
+from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, RowBenchmark
 from bmburst.attention.api import burst_attention
 from bmburst.comm.checks import CheckedCommunicator
@@ -108,11 +109,7 @@ def _communicator(rank: int, size: int, url: str) -> CheckedCommunicator:
 
 
 def time_on_network(shape: netns.Shape, job: AttentionJob) -> dict[str, RepeatTimes]:
-    """Run the job on every rank of a network.
-
-    Raises:
-        RuntimeError: A rank failed; the message is its output.
-    """
+    """Run the job on every rank of a network; RuntimeError, with its output, if one fails."""
     with netns.network(shape) as network:
         setting = {"shape": asdict(shape), "job": asdict(job), "ports": network.ports}
         found = netns.run_ranks(network, (_MODULE,), _PORT, **setting)
@@ -182,28 +179,26 @@ def table(record: Mapping[str, Any]) -> str:
 
 def _table(shape: netns.Shape, job: AttentionJob, results: dict[str, RepeatTimes]) -> str:
     whose = {"rank": "each rank has a port to the other nodes", "node": "the ranks of a node share one port"}
-    lines = [
+    title = (
         f"{shape.nodes} nodes x {shape.places} ranks, {shape.fast:g} Mbit/s inside a node, {shape.slow:g} Mbit/s "
-        f"between nodes; {whose[shape.port]}\n",
-        "| | forward (s) | least | backward (s) | least | MB over the busiest port | by formula |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+        f"between nodes; {whose[shape.port]}\n"
+    )
+    rows = []
     for name, times in results.items():
-        bound = least(shape, job, name)
-        cells = []
+        bound, cells = least(shape, job, name), [name]
         for series, seconds in zip(times[:2], bound, strict=False):
-            cells.append(f"{statistics.median(series):.2f} ({min(series):.2f} to {max(series):.2f}) | {seconds:.2f}")
-        moved = f"{statistics.median(times.sent) / 1e6:.1f} | {bound[2] / 1e6:.1f}"
-        lines.append(f"| {name} | {cells[0]} | {cells[1]} | {moved} |")
+            cells += [f"{statistics.median(series):.2f} ({min(series):.2f} to {max(series):.2f})", f"{seconds:.2f}"]
+        rows.append([*cells, f"{statistics.median(times.sent) / 1e6:.1f}", f"{bound[2] / 1e6:.1f}"])
+    columns = ["ring", "forward (s)", "least", "backward (s)", "least", "MB over the busiest port", "by formula"]
     flat, double = results.values()
     ratios = [statistics.median(a) / statistics.median(b) for a, b in zip(flat[:2], double[:2], strict=True)]
     bounds = zip(*(least(shape, job, name)[:2] for name in results), strict=True)
     of_links = [a / b for a, b in bounds]
-    lines.append(
+    end = (
         f"\nFlat over double: {ratios[0]:.2f} forward (slow links alone: {of_links[0]:.2f}), "
         f"{ratios[1]:.2f} backward ({of_links[1]:.2f}).\n"
     )
-    return "\n".join(lines)
+    return "\n".join([title, *markdown_table(columns, rows), end])
 
 
 BENCHMARKS = (RowBenchmark(name="double-ring", about=__doc__, configure=_configure, measure=_measure, table=table),)

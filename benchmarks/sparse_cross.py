@@ -38,7 +38,7 @@ from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.groups import communicator, single_rank_group
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 from bmburst.schedule.layout import padded_layout
 from bmburst.schedule.mask import BlockSparse
 from bmburst.schedule.tiles import visible_area
@@ -190,7 +190,7 @@ def _on_one_rank(tokens: int, kernels: Sequence[str], effort: Effort) -> Iterato
                         "ratio": quotient(times[0], times[1]) / own,
                     }
             except UserError as error:
-                row["refused"] = str(error).splitlines()[0]
+                row["refused"] = first_line(error)
             yield row
 
 
@@ -206,7 +206,7 @@ def _errors(tokens: int, kernels: Sequence[str], group: RankGroup) -> Iterator[d
                 ours = inputs.results(mask=mask, kernel=kernel)
                 row |= zip(RESULTS, relative_errors(ours, exact, group), strict=True)
             except UserError as error:
-                row["refused"] = str(error).splitlines()[0]
+                row["refused"] = first_line(error)
             yield row
 
 
@@ -228,7 +228,7 @@ def _over_ranks(tokens: int, kernels: Sequence[str], layout: str, effort: Effort
                 ours = part.calls(mask=mask, kernel=kernel, layout=layout, length=tokens, group=comm)
                 _compare(row, ours, one, effort)
             except UserError as error:
-                row["refused"] = str(error).splitlines()[0]
+                row["refused"] = first_line(error)
             yield row
 
 
@@ -249,7 +249,7 @@ def _over_cases(
         try:
             _compare(row, ours, one, effort)
         except UserError as error:
-            row["refused"] = str(error).splitlines()[0]
+            row["refused"] = first_line(error)
         if number:
             yield row
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.engine.machine import describe_run
-from benchmarks.engine.report import markdown_table, versions
+from benchmarks.engine.report import markdown_table, recorded
 from benchmarks.training.cells import SHAPES
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.families import RopeScaling
@@ -161,7 +161,7 @@ def states_record(runs: Mapping[str, FinishedRun], machine: dict[str, Any]) -> s
     lines = [
         "# Types of optimizer moments",
         "",
-        f"{machine['date']}, {machine['device']}: {versions(machine)}. Recorded by `{machine['command']}`.",
+        recorded(machine),
         "",
         states_table(runs),
         *("", "```", *(f"$ {run.command}" for run in runs.values()), "```"),
@@ -200,7 +200,7 @@ def main_job_record(runs: list[FinishedRun], machine: dict[str, Any]) -> str:
     lines = [
         "# The main job",
         "",
-        f"{machine['date']}, {machine['device']}: {versions(machine)}. Recorded by `{machine['command']}`.",
+        recorded(machine),
         "",
         f"Tokens/s is the median over the steps after the first {_WARM_UP}. A model of a million parameters and 4,096",
         "tokens are bound by launches, not by arithmetic: this shows that the path works, not how fast it is.",
@@ -323,18 +323,15 @@ def _model(job: RecipeJob) -> LlamaConfig:
 
 def recipes_table() -> str:
     """Return the table of all recipes of real models, from the comments in their files."""
-    lines = ["| recipe | tokens/s | s a step | GiB of a GPU | GiB of the host |", "| --- | --- | --- | --- | --- |"]
+    lines = []
     for path in sorted(FOLDER.glob("*.yaml")):
-        if path.name.startswith("toy_"):
-            continue
-        found = expectation(path.read_text())
-        numbers = [
-            f"{found['tokens/s']:,.0f}",
-            f"{found['seconds']:.4g}",
-            *(f"{found[key]:.1f}" for key in ("gpu", "host")),
-        ]
-        lines.append(f"| [{path.stem}](../recipes/{path.name}) | {' | '.join(numbers)} |")
-    return "\n".join(lines)
+        if not path.name.startswith("toy_"):
+            found = expectation(path.read_text())
+            memory = [f"{found[key]:.1f}" for key in ("gpu", "host")]
+            numbers = [f"{found['tokens/s']:,.0f}", f"{found['seconds']:.4g}", *memory]
+            lines.append([f"[{path.stem}](../recipes/{path.name})", *numbers])
+    columns = ["recipe", "tokens/s", "s a step", "GiB of a GPU", "GiB of the host"]
+    return "\n".join(markdown_table(columns, lines))
 
 
 def expectation(text: str) -> dict[str, float]:

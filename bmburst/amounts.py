@@ -44,11 +44,7 @@ def enumerated(head: str, parts: Iterable[str], columns: int) -> str:
 
 
 def tokens(text: str) -> int:
-    """Parse a number of tokens: 65536 for 64K or 64k, 1048576 for 1M; digits alone are the number itself.
-
-    Raises:
-        ValueError: The text is not a whole number.
-    """
+    """Parse a number of tokens: 65536 for 64K or 64k, 1048576 for 1M, 7 for 7; ValueError for other text."""
     for unit, size in _UNITS:
         if text.upper().endswith(unit):
             return whole(str(int(text[:-1]) * size))
@@ -56,11 +52,7 @@ def tokens(text: str) -> int:
 
 
 def gibibytes(text: str) -> float:
-    """Return the GiB of an amount of memory: 128 for 128G, 128GiB and 128, 0.5 for 512M, 1024 for 1T.
-
-    Raises:
-        ValueError: The text is not an amount of memory.
-    """
+    """Return the GiB of a text: 128 for 128G, 128GiB and 128, 0.5 for 512M, 1024 for 1T; ValueError for others."""
     amount = text.strip().upper().removesuffix("IB").removesuffix("B")
     for unit, size in (("T", 1024.0), ("G", 1.0), ("M", 1 / 1024)):
         if amount.endswith(unit):
@@ -83,11 +75,7 @@ def bytes_text(nbytes: float, digits: int = 1, *, in_gib: bool = False) -> str:
 
 
 def whole(text: str) -> int:
-    """Parse a whole number of at most `MOST`, so that a float holds it exactly.
-
-    Raises:
-        ValueError: The text is not a whole number, or the number is larger.
-    """
+    """Parse a whole number of at most `MOST`, so that a float holds it exactly; ValueError for other text."""
     number = int(text)
     if abs(number) > MOST:
         raise ValueError(f"more than {MOST:,}")
@@ -147,11 +135,7 @@ def digest(array: "NDArray[Any]") -> str:
 
 
 def array_of(what: str, values: Any) -> "NDArray[Any]":
-    """Return a NumPy array of lists, arrays or a tensor on any device.
-
-    Raises:
-        UserError: The values cannot be made an array.
-    """
+    """Return a NumPy array of lists, arrays or a tensor on any device; UserError for what makes none."""
     import numpy as np  # only here: the command line's help starts without numpy
 
     try:
@@ -163,11 +147,7 @@ def array_of(what: str, values: Any) -> "NDArray[Any]":
 
 
 def whole_numbers(what: str, values: Any) -> list[Any]:
-    """Return the whole numbers of a sequence, an array, a tensor or a single number.
-
-    Raises:
-        UserError: A value is not a whole number.
-    """
+    """Return the whole numbers of a sequence, array, tensor or single number; UserError for another value."""
     array = array_of(what, values)
     if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
         raise UserError(
@@ -202,21 +182,13 @@ def as_whole(value: object) -> int | None:
 
 
 def require_function(what: str, value: object) -> None:
-    """Check that a value can be called.
-
-    Raises:
-        UserError: It cannot.
-    """
+    """Raise UserError unless a value can be called."""
     if not callable(value):
         raise UserError(f"{what} must be a function, got {short_text(value)}\nfix: pass one, or leave it out")
 
 
 def whole_number(what: str, value: object, least: int) -> int:
-    """Return the value as an int of at least `least`.
-
-    Raises:
-        UserError: The value is not a whole number, or is too small.
-    """
+    """Return the value as an int; UserError unless it is a whole number of at least `least`."""
     number = as_whole(value)
     if number is None or number < least:
         raise UserError(f"{what} must be a whole number of at least {least}, got {value!r}\nfix: pass such an int")
@@ -224,10 +196,6 @@ def whole_number(what: str, value: object, least: int) -> int:
 
 
 def require_flag(what: str, value: object) -> None:
-    """Check that a value is a bool.
-
-    Raises:
-        UserError: It is not.
-    """
+    """Raise UserError unless a value is a bool."""
     if not isinstance(value, bool):
         raise UserError(f"{what} must be a bool, got {value!r}\nallowed: True or False\nfix: pass one of them")

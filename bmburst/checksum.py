@@ -66,7 +66,7 @@ def text_of(checksum: int) -> str:
     return f"crc32:{checksum:08x}"
 
 
-def damaged_file(folder: Path, checksums: Mapping[str, str], beat: Callable[[], object] | None = None) -> str | None:
+def damaged_file(folder: Path, checksums: Mapping[str, str], beat: Callable[[], object] | None) -> str | None:
     """Return a description of the first file in a folder that differs from its checksum, or None.
 
     Args:

@@ -130,11 +130,7 @@ def unknown(kind: str, value: object, known: Iterable[str], lists: str = "") -> 
 
 
 def require_known(kind: str, value: object, known: Iterable[str], lists: str = "") -> None:
-    """Raise `unknown` unless `value`, of any type, is one of the known names.
-
-    Raises:
-        UserError: The value is not a known name.
-    """
+    """Raise `unknown`, a UserError, unless `value`, of any type, is one of the known names."""
     names = tuple(known)
     if not isinstance(value, str) or value not in names:
         raise unknown(kind, value, names, lists)

@@ -198,15 +198,12 @@ def using_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 def require_mesh(mesh: object, made: str, whose: str) -> None:
-    """Check that an argument is a `Mesh` without tensor parallelism and without a pipeline.
+    """Raise UserError unless an argument is a `Mesh` without tensor parallelism and without a pipeline.
 
     Args:
         mesh: The argument.
         made: The call that makes such a mesh, for the message.
         whose: The project whose models have neither, for the message.
-
-    Raises:
-        UserError: It is not a mesh, or it has one of them.
     """
     if not isinstance(mesh, Mesh):
         raise UserError(f"mesh must be a bmburst.Mesh, got {type(mesh).__name__}\nfix: {made}")
@@ -219,11 +216,7 @@ def require_mesh(mesh: object, made: str, whose: str) -> None:
 
 
 def require_no_stages(mesh: Mesh, whose: str) -> None:
-    """Check that a mesh has no pipeline; `whose` as in `require_mesh`.
-
-    Raises:
-        UserError: It has one.
-    """
+    """Raise UserError unless a mesh has no pipeline; `whose` as in `require_mesh`."""
     if mesh.shape.pipe > 1:
         raise UserError(
             f"mesh has {mesh.shape.pipe} stages, but {whose} models cannot be divided into stages\n"

@@ -30,16 +30,13 @@ _PATIENCE = 1.0  # seconds for a holder to write its name
 
 
 def require_own(option: str, path: Path, what: str, is_own: Callable[[Path], bool]) -> None:
-    """Refuse to replace a file that bmburst did not write, unless it is empty.
+    """Raise UserError rather than replace a file that bmburst did not write, unless it is empty.
 
     Args:
         option: The option that names the file, for messages.
         path: The file, which need not exist.
         what: What the command writes there, with its article, for example "a token file".
         is_own: Returns whether bmburst wrote a file; may raise OSError or ValueError.
-
-    Raises:
-        UserError: The file exists and bmburst did not write it.
     """
     try:
         if not path.is_file() or not path.stat().st_size or is_own(path):
@@ -86,11 +83,7 @@ def blank_picture(width: float, height: float) -> Any:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure atomically as a PNG that `is_picture` recognizes.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write a matplotlib figure atomically as a PNG that `is_picture` recognizes; OSError if that fails."""
     from matplotlib.image import imsave
 
     figure.set_dpi(_DOTS)
@@ -107,12 +100,9 @@ def is_picture(path: Path) -> bool:
 
 
 def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bool]) -> None:
-    """Check that a file can be written and replaces only a file of its kind. No file is left behind.
+    """Raise UserError unless a file can be written and replaces only a file of its kind. No file is left behind.
 
     The arguments are those of `require_own`.
-
-    Raises:
-        UserError: The file cannot be written, or exists and bmburst did not write it.
     """
     try:
         if not path.absolute().parent.is_dir():
@@ -132,11 +122,7 @@ def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bo
 
 
 def write_text(option: str, path: Path, text: str) -> None:
-    """Write a file atomically, after `require_file` has checked it.
-
-    Raises:
-        UserError: It cannot be written.
-    """
+    """Write a file atomically, after `require_file` has checked it; UserError if that fails."""
     with explained_write(option, path):
         if path.exists() and not path.is_file():  # a pipe or a device, which must not be replaced by a file
             path.write_text(text, encoding="utf-8")
@@ -172,14 +158,11 @@ def explained_write(option: str, path: Path) -> Iterator[None]:
 
 
 def require_folder(option: str, path: Path) -> None:
-    """Check that files can be written in a folder, which need not exist and is not created.
+    """Raise UserError unless files can be written in a folder, which need not exist and is not created.
 
     Args:
         option: The option that names the folder, for messages.
         path: The folder.
-
-    Raises:
-        UserError: No file can be written there.
     """
     why = ""
     try:
@@ -200,14 +183,11 @@ def free_bytes(path: Path) -> int:
 
 
 def require_space(needs: Mapping[str, tuple[Path, int]], fix: str) -> None:
-    """Check that file systems have room for everything that will be written on them.
+    """Raise UserError unless file systems have room for everything that will be written on them.
 
     Args:
         needs: Path and number of bytes of each output, by its name for messages.
         fix: The option to change if there is too little room.
-
-    Raises:
-        UserError: A file system has too little room.
     """
     devices: dict[int, list[str]] = {}
     for what, (path, nbytes) in needs.items():

@@ -142,11 +142,7 @@ def _first(message: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:
 
 
 def _pairs(name: str, given: tuple[str, ...], example: str, *, by_first: bool = False) -> dict[str, str]:
-    """Return the pairs of texts such as "bot=assistant".
-
-    Raises:
-        UserError: A text is not such a pair, or a name is given twice.
-    """
+    """Return the pairs of texts such as "bot=assistant"; UserError for another text, or a name given twice."""
     found: dict[str, str] = {}
     for text in given:
         first, sign, second = (part.strip() for part in text.partition("="))

@@ -196,7 +196,7 @@ def _decode_plainly(
     lengths: Tensor,
     starts: Tensor | None,
     scale: float,
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` in fp32 or wider; see `decode_attention`.
 

@@ -55,11 +55,7 @@ def triton_module(name: str, machine: Machine = HERE) -> Any | None:
 
 
 def import_package(module: str, kernel: str, load: Callable[[str], ModuleType] = importlib.import_module) -> ModuleType:
-    """Import a module of a package, which takes seconds the first time.
-
-    Raises:
-        KernelError: The package is installed, but the module cannot be imported.
-    """
+    """Import a module of a package, which takes seconds the first time; KernelError if an installed one fails."""
     try:
         return load(module)
     except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: no driver or shared libraries

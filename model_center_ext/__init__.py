@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedDataLoader", "Llama", "LlamaConfig", "LlamaOutput", "config_files"]
 
-_HOMES = {
-    "config": ("DistributedDataLoader", "LlamaConfig", "config_files"),
-    "llama": ("Llama", "LlamaOutput"),
-}
+_HOMES = {"config": ("DistributedDataLoader", "LlamaConfig", "config_files"), "llama": ("Llama", "LlamaOutput")}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,8 @@ import torch
 
 import bmburst
 from bmburst.blocks.presets import PRESETS
+from bmburst.mesh import Mesh
+from tests import lazy
 from tests.attention.counting import count_forward
 from tests.distributed.programs import on_program
 
@@ -44,19 +46,13 @@ def test_the_first_layers_are_computed_again_and_no_bit_changes(size):
 
 def step(policy):
     """Return the loss, the gradients of this rank's parts and the counts of one step."""
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.layers import Linear
-    from bmburst.blocks.model import Llama
-    from bmburst.mesh import Mesh
-    from bmburst.zero import named_shards
-
     mesh = Mesh.over_bmtrain()
-    model = Llama(MODEL, attention=partial(BurstAttention, group=mesh.sequence), recompute=policy)
+    model = lazy.Llama(MODEL, attention=partial(lazy.BurstAttention, group=mesh.sequence), recompute=policy)
     shard = bmburst.SequenceShard.cut(TOKENS, layout="zigzag", size=mesh.shape.sequence, rank=mesh.sequence_rank)
     ids = torch.randint(MODEL.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     batch, layers, attention = shard.batch(ids), Counter(), []
     blocks = [id(block.self_attn.o_proj) for block in model.model.layers]
-    run = Linear.forward
+    run = lazy.Linear.forward
 
     def forward(self, *args, **options):
         if id(self) in blocks:
@@ -64,10 +60,10 @@ def step(policy):
         return run(self, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Linear, "forward", forward)
+        patch.setattr(lazy.Linear, "forward", forward)
         count_forward(patch, attention.append)
         loss = model.loss(batch.tokens, batch.positions, batch.labels, TOKENS)
         loss.backward()
     torch.cuda.current_stream().synchronize()
-    gradients = {shard.name: shard.storage.grad.clone() for shard in named_shards(model)}
+    gradients = {shard.name: shard.storage.grad.clone() for shard in lazy.named_shards(model)}
     return loss.detach(), gradients, (tuple(layers[i] for i in range(len(blocks))), len(attention))

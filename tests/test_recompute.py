@@ -59,9 +59,7 @@ def test_same_gradients_and_the_ring_runs_as_often_as_it_must(policy, rings, for
     forward_calls.clear()
     got = run_ranks(2, body)
     assert len(forward_calls) == 2 * rings
-    for ours, wanted in zip(got, expected, strict=True):
-        for a, b in zip(ours, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def _plain(comm):
@@ -95,8 +93,7 @@ def test_calls_are_never_mixed_up(comm, policy):
     owners = [layers[0]] * 3 + [layers[1]] * 3
     for i in (4, 0, 5, 2, 1, 3):
         got = torch.autograd.grad(losses[i], owners[i].parameters())
-        for a, b in zip(got, expected[i], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, expected[i], rtol=1e-12, atol=1e-12)
 
 
 def _fails(layer, x):
@@ -113,8 +110,7 @@ def test_gradients_add_up_over_microbatches(comm):
             checkpoint(policy, layer, inputs(comm, seed).requires_grad_()).square().sum().backward()
         totals.append([p.grad for p in layer.parameters()])
     for other in totals[1:]:
-        for a, b in zip(other, totals[0], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(other, totals[0], rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(1)
@@ -174,9 +170,7 @@ def test_backward_twice_outside_the_mesh_and_in_another_thread(policy, forward_c
 
     expected = run_ranks(2, _plain)
     forward_calls.clear()
-    for ours, wanted in zip(run_ranks(2, body), expected, strict=True):
-        for a, b in zip(ours, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(run_ranks(2, body), expected, rtol=1e-12, atol=1e-12)
     assert len(forward_calls) == 2 * (6 if policy.startswith("block+") or policy == "block" else 2)
 
 
@@ -190,9 +184,7 @@ def test_a_checkpoint_inside_a_checkpoint(inner, rings, forward_calls):
 
     expected = run_ranks(2, body, "none", "none")
     forward_calls.clear()
-    for ours, wanted in zip(run_ranks(2, body, "block-keep-attention", inner), expected, strict=True):
-        for a, b in zip(ours, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(run_ranks(2, body, "block-keep-attention", inner), expected, rtol=1e-12, atol=1e-12)
     assert len(forward_calls) == 2 * rings
 
 

@@ -88,11 +88,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, list or redraw, and return the exit status.
-
-    Raises:
-        UserError: An option is invalid, or options exclude each other.
-    """
+    """Measure, list or redraw, and return the exit status."""
     if args.what in ROWS:
         return run_rows(args, args.words)
     kind = load_kind(args.what)

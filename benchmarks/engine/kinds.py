@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from bmburst.amounts import numbers, tokens
 from bmburst.config import read_json
-from bmburst.errors import UserError, require_known, unknown
+from bmburst.errors import UserError, first_line, require_known, unknown
 from bmburst.outputs import replacing
 
 OK, REFUSED, FAILED = "ok", "refused", "failed"
@@ -99,11 +99,7 @@ class Results(Generic[C]):
 
     @classmethod
     def read(cls, kind: "Kind[C]", path: Path) -> "Results[C]":
-        """Return the results in a file; empty if the file does not exist.
-
-        Raises:
-            UserError: It is not a results file of this benchmark.
-        """
+        """Return the results in a file, empty if there is none; UserError if it holds others than this benchmark's."""
         if not path.exists():
             return cls(kind)
         try:
@@ -115,17 +111,13 @@ class Results(Generic[C]):
             results.require_rows()
             return results
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise UserError(
                 f"--output {path} is not a results file of this benchmark: {reason}\nfix: name a new file"
             ) from None
 
     def require_rows(self) -> None:
-        """Check the types of rows and runs that were read from a file.
-
-        Raises:
-            ValueError: A row or a run does not have the format that `put` and headers have.
-        """
+        """Raise ValueError unless rows and runs read from a file have the format that `put` and headers have."""
         if not isinstance(self.runs, list) or not all(isinstance(run, dict) for run in self.runs):
             raise ValueError("its runs are not a list of objects")
         if not isinstance(self.rows, dict) or not isinstance(self.running, str | None):

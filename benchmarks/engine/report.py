@@ -144,6 +144,11 @@ def versions(run: Mapping[str, Any]) -> str:
     return ", ".join(software + [f"{name} {version}" for name, version in stack.items()])
 
 
+def recorded(run: Mapping[str, Any]) -> str:
+    """Return the line of a record that says when, where and by which command it was made."""
+    return f"{run['date']}, {run['device']}: {versions(run)}. Recorded by `{run['command']}`."
+
+
 _ONE_GPU_STYLE = {"color": "#000000", "linestyle": "--", "marker": ""}
 _OURS = ("#b2182b", "#d6604d", "#f4a582", "#e08214", "#8c510a", "#bf812d", "#c51b7d", "#de77ae", "#762a83", "#9970ab")
 _PEERS = ("#2166ac", "#4393c3", "#1b7837", "#5aae61", "#35978f", "#01665e", "#636363", "#969696")
@@ -171,7 +176,7 @@ def panel(path: Path, title: str, setting: str, fill: Callable[[Any], None]) -> 
     return path
 
 
-def scale_heights(axes: Any, *, logarithmic: bool = False) -> None:
+def scale_heights(axes: Any, *, logarithmic: bool) -> None:
     """Let the y axis start at 0, or make it logarithmic."""
     if logarithmic:
         axes.set_yscale("log")

@@ -71,7 +71,7 @@ def once(call: Callable[[], object], group: RankGroup) -> float:
     return group.largest(milliseconds_between(before, mark(group.device)))
 
 
-def gpu_seconds(call: Callable[[], object], scratch: torch.Tensor | None = None) -> tuple[float, float]:
+def gpu_seconds(call: Callable[[], object], scratch: torch.Tensor | None) -> tuple[float, float]:
     """Return the seconds of a call on this GPU, and the seconds of its launch on the host.
 
     Before the call, `scratch` is written, which flushes the GPU's caches and hides the launch. Without it the GPU is
@@ -210,11 +210,7 @@ def timeline_file(folder: Path, name: str) -> Path:
 
 
 def require_timelines(folder: Path, names: Iterable[str]) -> None:
-    """Check that recording replaces only timelines and pictures that `record_timeline` wrote.
-
-    Raises:
-        UserError: One of the files was not written by `record_timeline`.
-    """
+    """Raise UserError unless recording replaces only timelines and pictures that `record_timeline` wrote."""
     for path in (timeline_file(folder, name) for name in names):
         require_own("--trace", path, "a timeline of bmburst bench", _is_timeline)
         require_own("--trace", path.with_suffix(".png"), "a picture of bmburst", is_picture)

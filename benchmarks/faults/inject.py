@@ -77,11 +77,7 @@ class Workspace:
         return ["train", *JOB, "--data", str(self._text), "--seed", str(seed), "--output", str(run)]
 
     def program(self, *commands: tuple[Sequence[str], Sequence[str]]) -> Program:
-        """Start a run with its own scratch folder.
-
-        Raises:
-            RuntimeError: The workspace was closed.
-        """
+        """Start a run with its own scratch folder; RuntimeError in a closed workspace."""
         with self._lock:
             if self.is_over:
                 raise RuntimeError("the harness was ended")
@@ -93,11 +89,7 @@ class Workspace:
         shutil.rmtree(program.scratch.parent, ignore_errors=True)
 
     def base(self, seed: int = 0) -> UndisturbedRun:
-        """Return the undisturbed run of a seed; the first call runs it.
-
-        Raises:
-            RuntimeError: It fails; the message is its output.
-        """
+        """Return the undisturbed run of a seed, run by the first call; RuntimeError, with its output, if it fails."""
         with self._lock:
             known = self._bases.get(seed)
         if known is not None:
@@ -112,11 +104,7 @@ class Workspace:
         return self._bases[seed]
 
     def require_success(self, program: Program) -> None:
-        """Wait for the end of an undisturbed run.
-
-        Raises:
-            RuntimeError: It failed; the message is its output.
-        """
+        """Wait for the end of an undisturbed run; RuntimeError, with its output, if it failed."""
         left = program.end(LIMIT)
         if any(program.statuses) or left:
             raise RuntimeError(f"the undisturbed run failed, {left} processes remain:\n{program.stderr}")

@@ -10,7 +10,7 @@ from benchmarks.engine.kinds import BaseCell, BaseSelection
 from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
-from bmburst.errors import UserError, require_known
+from bmburst.errors import UserError, first_line, require_known
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.counts import attention_flops, multiplied
 from bmburst.plan.search import Prediction, predict
@@ -281,7 +281,7 @@ class TrainMethod:
             model.require_mesh(MeshShape(1, cell.ranks // self.tensor(cell), self.tensor(cell)))
             Policy.parse(self.recompute(cell)).require_layers(model.num_layers)
         except UserError as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
         return None
 
     def predict(self, cell: TrainCell, machine: str | None) -> Prediction | None:

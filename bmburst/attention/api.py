@@ -20,7 +20,7 @@ from bmburst.comm.streams import BUFFERS, RECORDINGS
 from bmburst.comm.transports import PEER_GROUPS
 from bmburst.errors import UserError, unknown
 from bmburst.mesh import current_mesh
-from bmburst.schedule.mask import make_mask
+from bmburst.schedule.mask import sample_masks
 from bmburst_ops.autocast import no_autocast
 
 
@@ -228,10 +228,7 @@ def _sample_by_sample(
         options.validate()
         # The whole batch is checked: an error about one sample's slice would show the wrong shape.
         require_tensors(q, k, v, is_cross=options.is_cross(key_length))
-        if not masks or len(masks) != len(q):
-            raise UserError(f"got {len(masks)} masks for a batch of {len(q)}\nfix: one mask, or one for each sample")
-        if "balanced" in (options.layout, options.key_layout) and comm.size > 1 and len(set(map(make_mask, masks))) > 1:
-            raise UserError("layout 'balanced' needs one mask, but each sample has its own\nfix: use layout 'zigzag'")
+        sample_masks(masks, len(q), alike=comm.size > 1 and "balanced" in (options.layout, options.key_layout))
         return None, f"attention with {len(masks)} masks"
 
     with comm.first_calls("burst_attention of samples"):

@@ -56,13 +56,7 @@ def at_once_backward(call: AttentionCall, given: BackwardInputs) -> Gradients:
 
 
 def attend_own(
-    call: AttentionCall,
-    shapes: HeadShapes,
-    q: Tensor,
-    rows: Tensor,
-    attend: Attend | None = None,
-    *,
-    is_recorded: bool,
+    call: AttentionCall, shapes: HeadShapes, q: Tensor, rows: Tensor, attend: Attend | None = None, *, is_recorded: bool
 ) -> Partial:
     """Attend with this rank's heads, and return the results of all heads for this rank's tokens.
 

@@ -122,12 +122,9 @@ class BiasedSequence:
         return self._shared.pairs is None
 
     def require_unchanged(self) -> None:
-        """Check that no tensor was changed in place since construction (for a copy: since its first use).
+        """Raise UserError unless no tensor was changed in place since construction (for a copy: since its first use).
 
         Tensors made under `torch.inference_mode` have no version counter and are not checked.
-
-        Raises:
-            UserError: A tensor was changed.
         """
         vectors = (getattr(self.tokens, f.name) for f in fields(self.tokens))
         versions = tuple(0 if t.is_inference() else t._version for t in (self.relations, *vectors))
@@ -248,13 +245,7 @@ def _decide(
 
 
 def _signature(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    sequence: BiasedSequence,
-    kernel: BiasedKernel,
-    scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, sequence: BiasedSequence, kernel: BiasedKernel, scale: float | None
 ) -> str:
     """Describe what must be equal on every rank."""
     return (

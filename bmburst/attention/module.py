@@ -107,11 +107,7 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
 
 
 def _require_own_rows(mask: MaskOption) -> None:
-    """Refuse masks of rows in BMTrain's pipeline, which gives each rank's mask to the rows of the other stages, too.
-
-    Raises:
-        UserError: BMTrain has stages, and the mask divides its rows into documents.
-    """
+    """Raise UserError for masks of rows in BMTrain's pipeline, which gives them to the rows of all stages."""
     if isinstance(mask, str | Causal | SlidingWindow) or (stages := bmtrain_pipe_degree()) == 1:
         return
     raise UserError(

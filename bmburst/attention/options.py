@@ -41,11 +41,7 @@ class AttentionOptions:
         return key_length is not None or self.key_layout is not None
 
     def kernel_for(self, needs: frozenset[Need], q: Tensor, k: Tensor, v: Tensor) -> Kernel:
-        """Return the kernel for these queries, keys and values, under a mask with these needs.
-
-        Raises:
-            UserError: No kernel of that name supports them.
-        """
+        """Return the kernel for these inputs and needs of a mask; UserError if none of that name supports them."""
         capped: frozenset[Need] = frozenset() if self.softcap is None else frozenset({"softcap"})
         try:
             return select_kernel(self.kernel, q, k, self.deterministic, needs | capped, v.shape[-1])
@@ -77,20 +73,12 @@ class AttentionOptions:
 
 
 def require_scale(scale: float | None) -> None:
-    """Check a factor on the scores.
-
-    Raises:
-        UserError: It is neither None nor a positive number that float32 holds.
-    """
+    """Raise UserError unless a factor on the scores is None or a positive number that float32 holds."""
     _require_positive("scale", scale, "None means 1 / sqrt(head_dim)")
 
 
 def require_softcap(softcap: float | None) -> None:
-    """Check a bound of the scores.
-
-    Raises:
-        UserError: It is neither None nor a positive number that float32 holds.
-    """
+    """Raise UserError unless a bound of the scores is None or a positive number that float32 holds."""
     _require_positive("softcap", softcap, "None, which leaves scores as they are")
 
 
@@ -111,11 +99,7 @@ def scale_of(q: Tensor, scale: float | None) -> float:
 
 
 def require_tensor(name: str, value: object, shape: str) -> None:
-    """Check that an input of this shape, in words, is a dense tensor.
-
-    Raises:
-        UserError: It is none, or nested or sparse.
-    """
+    """Raise UserError unless an input of this shape, in words, is a dense tensor."""
     if not isinstance(value, Tensor):
         raise UserError(
             f"{name} must be a torch tensor, got {type(value).__name__}\n"
@@ -125,11 +109,7 @@ def require_tensor(name: str, value: object, shape: str) -> None:
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
-    """Refuse a nested or sparse tensor.
-
-    Raises:
-        UserError: The tensor is nested or sparse.
-    """
+    """Raise UserError for a nested or sparse tensor."""
     if tensor.layout != torch.strided or tensor.is_nested:
         raise UserError(f"{name} must be a dense tensor, got a nested or sparse one\nfix: a padded, dense tensor")
 
@@ -175,11 +155,7 @@ def require_no_transform(name: str, *tensors: Tensor | None) -> None:
 
 
 def require_numbers(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor on torch's meta device, which has a shape and no data.
-
-    Raises:
-        UserError: The tensor is on the meta device.
-    """
+    """Raise UserError for a tensor on torch's meta device, which has a shape and no data."""
     if tensor.is_meta:
         raise UserError(
             f"{name} must hold numbers, got a meta tensor {list(tensor.shape)}\n"
@@ -187,7 +163,7 @@ def require_numbers(name: str, tensor: Tensor) -> None:
         )
 
 
-def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool = False) -> None:
+def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool) -> None:
     """Check types, shapes, dtypes and devices of one rank's inputs.
 
     Args:
@@ -237,11 +213,7 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool = False) 
 
 
 def require_transport(comm: CheckedCommunicator, q: Tensor, transport: str) -> None:
-    """Check that the group can move tensors like q, and by the requested transport.
-
-    Raises:
-        UserError: It cannot.
-    """
+    """Raise UserError unless the group can move tensors like q, and by the requested transport."""
     if comm.size == 1:
         return  # nothing moves
     if transport == "peer" and comm.transport != "nccl":

@@ -14,11 +14,7 @@ ITEMSIZE: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "fl
 
 
 def dtype_of(name: str) -> "torch.dtype":
-    """Return torch's type of one of `DTYPE_NAMES`.
-
-    Raises:
-        KeyError: There is none of this name.
-    """
+    """Return torch's type of one of `DTYPE_NAMES`; KeyError for another name."""
     import torch
 
     if name not in DTYPE_NAMES:

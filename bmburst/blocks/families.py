@@ -56,10 +56,7 @@ _OWN_DEFAULTS = ("num_key_value_heads", "max_position_embeddings")
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM", keys=NO_WINDOW),
     "mistral": Family(
-        architecture="MistralForCausalLM",
-        windows="all",
-        needs=(*_OWN_DEFAULTS, "sliding_window"),
-        keys=EVERY_LAYER,
+        architecture="MistralForCausalLM", windows="all", needs=(*_OWN_DEFAULTS, "sliding_window"), keys=EVERY_LAYER
     ),  # arXiv:2310.06825
     "qwen2": Family(
         architecture="Qwen2ForCausalLM", qkv_bias=True, windows="layer", needs=_OWN_DEFAULTS, keys=BY_LAYER
@@ -86,11 +83,7 @@ _LACKING = {"gemma2": "logit softcap (attn_logit_softcapping)", "gpt_oss": "atte
 
 
 def family_of(*, qkv_bias: bool, qk_norm: bool, sliding_window: int | None, scaled: bool) -> str:
-    """Return the first family that has these settings.
-
-    Raises:
-        UserError: No family has this combination.
-    """
+    """Return the first family that has these settings; UserError if none has them."""
     for name, family in FAMILIES.items():
         windowed = sliding_window is None or family.windows != "never"
         if (family.qkv_bias, family.qk_norm, family.scaled) == (qkv_bias, qk_norm, scaled) and windowed:
@@ -327,11 +320,7 @@ def rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
-    """Return the scaling of rotary settings, as `rope_of` returns them; None: positions are not scaled.
-
-    Raises:
-        UserError: The settings are incomplete or not supported.
-    """
+    """Return the scaling of rotary settings, as `rope_of`, or None; UserError if incomplete or not supported."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     known = sorted((*ROPE_KINDS, "default"))
     if kind not in known:  # another name would be another model

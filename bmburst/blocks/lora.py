@@ -126,11 +126,7 @@ class LoRAConfig:
                 )
 
     def require_tensor(self, degree: int) -> None:
-        """Check that the base supports a degree of tensor parallelism.
-
-        Raises:
-            UserError: The base is in 4 bits, and tensor parallelism would cut its blocks.
-        """
+        """Raise UserError if the base is in 4 bits, and tensor parallelism would cut its blocks."""
         if self.is_4bit and degree > 1:
             raise UserError(
                 f"lora.base 4bit with tensor_parallel {degree}: blocks of 64 numbers are not cut\n"
@@ -143,11 +139,7 @@ class LoRAConfig:
         return not self.is_4bit or stages == 1 or zero_level != 2
 
     def require_stages(self, stages: int, zero_level: int | str) -> None:
-        """Check that the base supports a number of pipeline stages with a ZeRO stage.
-
-        Raises:
-            UserError: The base is in 4 bits, and ZeRO 2 would keep all matrices of a stage dequantized.
-        """
+        """Raise UserError if the base is in 4 bits, and ZeRO 2 would keep all matrices of a stage dequantized."""
         if not self.allows_stages(stages, zero_level):
             raise UserError(
                 f"lora.base 4bit with pipeline_parallel {stages} and zero_level {zero_level}, which keeps the weights "

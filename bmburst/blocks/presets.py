@@ -109,10 +109,6 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
 
 
 def preset(name: str) -> LlamaConfig:
-    """Return the named configuration.
-
-    Raises:
-        UserError: There is no preset of that name; the message suggests the closest name.
-    """
+    """Return the named configuration; UserError, with the closest name, if there is none."""
     require_known("preset", name, PRESETS, "bmburst train --help")
     return PRESETS[name]

@@ -50,12 +50,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        *,
-        zero_level: int,
-        memory: GatherMemory,
-        later: LaterProducts | None = None,
+        self, module: torch.nn.Module, *, zero_level: int, memory: GatherMemory, later: LaterProducts | None = None
     ) -> None:
         super().__init__(module, use_checkpoint=False, zero_level=zero_level)
         self.after_scatter: AfterScatter | None = None

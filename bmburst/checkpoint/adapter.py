@@ -147,11 +147,7 @@ class Adapter:
             raise UserError(f"{self.directory / CONFIG_FILE}: {found}\nfix: {fix}") from None
 
     def require_base(self, base: Base) -> None:
-        """Check that the adapter was trained on a model, by the sample of weights. PEFT's adapters have none and pass.
-
-        Raises:
-            UserError: The adapter was trained on another model.
-        """
+        """Raise UserError unless the adapter was trained on a model, by the sample of weights; PEFT's have none."""
         if self.sample is None:
             return
         size = sqrt(sum(number**2 for number in self.sample) / max(len(self.sample), 1))
@@ -197,12 +193,9 @@ class Adapter:
             )
 
     def require_like(self, lora: LoRAConfig) -> None:
-        """Check that the settings which the meaning of the weights depends on are those of a model's adapters.
+        """Raise UserError unless settings on which the meaning of the weights depends are those of a model's adapters.
 
         Files of PEFT do not say whether the base was in 4 bits, so for them both are accepted.
-
-        Raises:
-            UserError: One is another.
         """
         names = ("rank", "alpha", "matrices", "rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
         for name in (*names, *(() if self.sample is None else ("base",))):
@@ -385,11 +378,7 @@ def _notes_in(path: Path) -> tuple[tuple[float, ...] | None, torch.dtype | None]
 
 
 def check_resumed(folder: Path, base: Base) -> None:
-    """Check, before ranks start, that a run's newest checkpoint belongs to the base model of the resumed run.
-
-    Raises:
-        UserError: It belongs to another model.
-    """
+    """Raise UserError, before ranks start, if the newest checkpoint of a run is of another base model."""
     newest = newest_complete(folder)
     if newest is not None and is_adapter_directory(newest):
         open_adapter(newest).require_base(base)

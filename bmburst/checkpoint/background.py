@@ -85,13 +85,10 @@ class BackgroundSaves:
         return self._save is not None and self._save.has_ended
 
     def settle(self, *, ended: bool) -> None:
-        """Raise the error of a save that has ended. It does not block.
+        """Raise the error, a UserError, of a save that has ended. It does not block.
 
         Args:
             ended: Whether `has_ended` was true on all ranks, so that all raise the error at the same step.
-
-        Raises:
-            UserError: A rank could not write.
         """
         if self._save is not None and (ended or self._save.has_failed_alone):
             self.wait()

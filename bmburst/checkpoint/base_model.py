@@ -46,11 +46,7 @@ class Base:
 
     @classmethod
     def open(cls, directory: Path, config: LlamaConfig) -> "Base":
-        """Take the sample of a Hugging Face directory's weights.
-
-        Raises:
-            UserError: The weights do not fit the model; see `bmburst.checkpoint.hugging_face.check_weights`.
-        """
+        """Sample the weights of a Hugging Face directory; errors as `bmburst.checkpoint.hugging_face.check_weights`."""
         return cls.of_files(directory, hugging_face.check_weights(directory, config), config)
 
     @classmethod

@@ -105,11 +105,7 @@ class _Renamed:
 def require_frequencies(
     config: LlamaConfig, files: Mapping[str, TensorFile], names: Iterable[str], directory: Path
 ) -> None:
-    """Check that stored rotary frequencies are those of the model, with or without their scaling.
-
-    Raises:
-        UserError: They are not.
-    """
+    """Raise UserError unless stored rotary frequencies are those of the model, with or without their scaling."""
     plain, _ = rotary_frequencies(replace(config, rope_scaling=None), None)
     scaled, _ = rotary_frequencies(config, config.max_position_embeddings)
     relative, absolute = _ROUNDED

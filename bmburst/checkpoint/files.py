@@ -100,12 +100,9 @@ def newest_whole(run_folder: Path, say: Callable[[str], object]) -> Path | None:
 
 
 def require_whole(checkpoint: Path) -> None:
-    """Check that all files of a checkpoint exist and have correct checksums. Other directories pass.
+    """Raise UserError unless all files of a checkpoint exist and have correct checksums. Other directories pass.
 
     In a checkpoint of an earlier version, without checksums, only the sizes are checked.
-
-    Raises:
-        UserError: A file is missing or damaged.
     """
     if (checkpoint / STATE_FILE).exists() and (problem := _damage(checkpoint)) is not None:
         raise UserError(f"{checkpoint}: {problem}\nfix: use another checkpoint of the run, or restore it from a copy")
@@ -130,11 +127,7 @@ def verified(given: Path, say: Callable[[str], object]) -> Path:
 
 
 def verified_together(given: Path) -> Path:
-    """Call `verified` on rank 0 and return its result on all ranks. Every rank must call it.
-
-    Raises:
-        UserError: On all ranks; see `verified`.
-    """
+    """Call `verified` on rank 0, and return its result, or raise its error, on all ranks. Every rank must call it."""
     import bmtrain as bmt
 
     from bmburst.checkpoint.sharded_files import on_every_rank
@@ -151,11 +144,7 @@ def warn(text: str) -> None:
 
 
 def read_progress(checkpoint: Path) -> RunProgress:
-    """Read the progress of a run from its checkpoint.
-
-    Raises:
-        UserError: The checkpoint is truncated, or is not a checkpoint of bmburst.
-    """
+    """Read the progress of a run from its checkpoint; UserError if it is truncated, or is none of bmburst."""
     state = _complete_state(checkpoint)
     if isinstance(state, str):
         raise UserError(f"{checkpoint}: {state}\nfix: use another checkpoint of the run")

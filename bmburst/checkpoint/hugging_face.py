@@ -145,11 +145,7 @@ def is_matrix(name: str) -> bool:
 
 
 def require_layers(source: Path, config: LlamaConfig, tensors: int) -> None:
-    """Check that there are at least as many tensors as layers, before all weights of a config.json are listed.
-
-    Raises:
-        UserError: There are fewer tensors than layers.
-    """
+    """Raise UserError unless there are as many tensors as layers, before the weights of a config.json are listed."""
     if config.num_layers > tensors:
         raise UserError(
             f"{source} has {tensors} tensors, its config.json says {config.num_layers} layers\n"

@@ -210,11 +210,7 @@ def is_model_center(values: Mapping[str, Any]) -> bool:
 
 
 def model_center_name(name: str) -> str:
-    """Return ModelCenter's name of the weight with a Hugging Face name.
-
-    Raises:
-        UserError: ModelCenter's LLaMA has no such weight.
-    """
+    """Return ModelCenter's name of the weight with a Hugging Face name; UserError if its LLaMA has none."""
     if name in _WHOLE:
         return _WHOLE[name]
     found = _LAYER.fullmatch(name)

@@ -40,11 +40,7 @@ def optimizer_group(model: "Llama", optimizer: "AdamW", part_bytes: int | None) 
 
 
 def load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) -> None:
-    """Restore the state of trained parameters, from any type of state and any number of ranks.
-
-    Raises:
-        UserError: The state is of another model or of another dtype of weights.
-    """
+    """Restore the state of trained parameters, of any type and ranks; UserError for one of another model or dtype."""
     from bmburst.optim.adamw import state_names
 
     files, shards = _open(folder), _trained(model)

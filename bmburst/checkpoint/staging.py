@@ -94,11 +94,7 @@ class Staging:
         return cls(memories, rank, device)
 
     def wait(self) -> None:
-        """Wait until the memory is prepared.
-
-        Raises:
-            OSError: It cannot be allocated or pinned.
-        """
+        """Wait until the memory is prepared; OSError if it cannot be allocated or pinned."""
         try:
             self._data.result()
         except RuntimeError as error:

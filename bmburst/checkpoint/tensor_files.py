@@ -146,11 +146,7 @@ class SafetensorsWriter:
         return self
 
     def write(self, tensor: Tensor) -> None:
-        """Append the next tensor.
-
-        Raises:
-            ValueError: It is not the next announced tensor.
-        """
+        """Append the next tensor; ValueError unless it is the next announced one."""
         name, shape, dtype = self._expected[self._written]
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or self._bytes:
             raise ValueError(f"{name} was announced as {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")

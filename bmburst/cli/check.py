@@ -71,11 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run and compare. Return 0 if the ranks agree with one rank, 1 if not, or the status of a run that failed.
-
-    Raises:
-        UserError: The configuration cannot work.
-    """
+    """Run and compare. Return 0 if the ranks agree with one rank, 1 if not, or the status of a run that failed."""
     try:
         return run_command(__name__, partial(settle, args))
     except SystemExit as stop:  # a run on one rank failed
@@ -151,11 +147,7 @@ def run_rank(request: Request) -> int:
 
 
 def resolve_options(args: argparse.Namespace) -> TrainConfig:
-    """Return the configuration that `bmburst train` would use, without a run folder.
-
-    Raises:
-        UserError: A value is wrong.
-    """
+    """Return the configuration that `bmburst train` would use, without a run folder; UserError for a bad value."""
     if args.check_steps < 1:
         raise UserError(f"--check-steps {args.check_steps}\nallowed: at least 1\nfix: --check-steps 2, or leave it out")
     if args.json is not None:

@@ -53,22 +53,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, and return the exit status: 2 if a length of --passkey does not fit into memory.
-
-    Raises:
-        UserError: An option cannot work.
-    """
+    """Evaluate, and return the exit status: 2 if a length of --passkey does not fit into memory."""
     has_test = args.passkey or args.tasks is not None  # on one rank it needs neither BMTrain nor a group
     return run_command(__name__, partial(settle, args), measure if has_test else None)
 
 
 @contextlib.contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
-    """Decide and check the whole evaluation, once.
-
-    Raises:
-        UserError: An option cannot work.
-    """
+    """Decide and check the whole evaluation, once."""
     generates = args.passkey or args.tasks is not None
     if generates:
         config, values = _shared(args)
@@ -191,11 +183,7 @@ def _add_passkey_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_passkey_options(args: argparse.Namespace) -> None:
-    """Refuse options of --passkey or --tasks without these, or of the other of both.
-
-    Raises:
-        UserError: Such an option is given, or both are.
-    """
+    """Raise UserError for options of --passkey or --tasks without these, or of the other of both."""
     if args.passkey and args.tasks is not None:
         raise UserError("--passkey and --tasks given\nallowed: one of both\nfix: two evaluations")
     known = _PASSKEY_OPTIONS if args.passkey else _TASKS_OPTIONS if args.tasks is not None else ()

@@ -96,13 +96,7 @@ def run_data(args: argparse.Namespace) -> int:
             return 0
     require_own("--output", args.output, "a token file", is_token_file)
     try:
-        file = tokenize(
-            text,
-            args.output,
-            progress=True,
-            on_skip=skipped.append,
-            keep=lengths.keep,
-        )
+        file = tokenize(text, args.output, progress=True, on_skip=skipped.append, keep=lengths.keep)
     except UserError:
         lengths.require()
         raise

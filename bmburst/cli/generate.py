@@ -99,15 +99,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the prompts and return the exit status.
-
-    Raises:
-        UserError: An option or a prompt cannot work.
-    """
+    """Answer the prompts and return the exit status."""
     return run_command(
-        __name__,
-        partial(settle, args),
-        lambda request: _answer(request, Beginning.of_process("checks and imports")),
+        __name__, partial(settle, args), lambda request: _answer(request, Beginning.of_process("checks and imports"))
     )
 
 
@@ -122,11 +116,7 @@ def run_rank(request: Request) -> int:
 
 @contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
-    """Read and check model, prompts and options, once. No weights are read yet.
-
-    Raises:
-        UserError: An option or a prompt cannot work.
-    """
+    """Read and check model, prompts and options, once. No weights are read yet."""
     ranks, spec = settle_ranks(args, world_size)
     from bmburst.inference.answering import TextStream
     from bmburst.inference.prompts import PromptEncoder, read_prompts

@@ -86,11 +86,7 @@ def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 def _open(
     checkpoint: Path, config: EvalConfig, test: "PasskeyTest | TaskTest"
 ) -> "tuple[Source, PasskeyPrompts | TaskPrompts]":
-    """Open a model, and return it with the prompts of the test.
-
-    Raises:
-        UserError: There is no model or no tokenizer.
-    """
+    """Open a model, and return it with the prompts of the test; UserError if there is none, or no tokenizer."""
     from bmburst.inference.generator import Source
     from bmburst.inference.passkey import PasskeyPrompts
     from bmburst.inference.prompts import PromptEncoder
@@ -170,10 +166,6 @@ def require_outputs(given: Path | None, default: str, what: str, marked: str) ->
 
 
 def write_evaluation(path: Path, values: Mapping[str, Any]) -> None:
-    """Write the JSON file of an evaluation.
-
-    Raises:
-        UserError: The file cannot be written.
-    """
+    """Write the JSON file of an evaluation; UserError if it cannot be written."""
     with explained_write("--output", path):
         write_json(path, values)

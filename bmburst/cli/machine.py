@@ -129,11 +129,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
 
 
 def run_build(args: argparse.Namespace) -> int:
-    """Build the wheel, and return the exit status.
-
-    Raises:
-        UserError: A tool is missing, or an argument cannot work.
-    """
+    """Build the wheel, and return the exit status."""
     from bmburst.setup.bmtrain import capabilities
     from bmburst.setup.build_bmtrain import BuildSpec, build_wheel, check_toolchain, parse_architecture
 
@@ -144,11 +140,7 @@ def run_build(args: argparse.Namespace) -> int:
             "fix: give --arch, for example 80 (A100), 90 (H100, H200), 100 (B200)"
         )
     spec = BuildSpec(
-        architectures=tuple(wanted),
-        output=args.output,
-        sdist=args.sdist,
-        portable=args.portable,
-        install=args.install,
+        architectures=tuple(wanted), output=args.output, sdist=args.sdist, portable=args.portable, install=args.install
     )
     tools = check_toolchain(spec)
     names = " ".join(f"sm_{sm}" for sm in wanted)
@@ -176,11 +168,7 @@ def configure_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def run_launch(args: argparse.Namespace) -> int:
-    """Start the ranks and return the exit status.
-
-    Raises:
-        UserError: The arguments cannot work on this machine.
-    """
+    """Start the ranks and return the exit status."""
     from bmburst.launch.launcher import LaunchSpec, described, launch
 
     command = _script_command(args.command)
@@ -197,11 +185,7 @@ def run_launch(args: argparse.Namespace) -> int:
 
 
 def _script_command(words: list[str]) -> list[str]:
-    """Return the words after the `--`.
-
-    Raises:
-        UserError: There is no `--`, so the script's options cannot be told from the launcher's.
-    """
+    """Return the words after the `--`; UserError without one: it tells the script's options from the launcher's."""
     if words and words[0] != "--":
         raise UserError(
             f"'{words[0]}' is not an option, and there is no -- before it\n"
@@ -211,20 +195,12 @@ def _script_command(words: list[str]) -> list[str]:
 
 
 def configure_bench(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `bmburst bench`.
-
-    Raises:
-        UserError: No clone was found.
-    """
+    """Add the options of `bmburst bench`."""
     _engine(_find_clone(), "command").configure(parser)
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Run, list or redraw benchmarks, and return the exit status.
-
-    Raises:
-        UserError: An option cannot work.
-    """
+    """Run, list or redraw benchmarks, and return the exit status."""
     status: int = _engine(_find_clone(), "command").run(args)
     return status
 

@@ -63,21 +63,12 @@ def settle_ranks(args: argparse.Namespace, world_size: int | None) -> tuple[int,
     if args.checkpoint is None:
         raise UserError("--checkpoint is missing\nfix: --checkpoint DIR, a directory of a model")
     ranks = world_size or ranks_to_start(args.nproc, fewest=1)
-    spec = LaunchSpec(
-        nproc=ranks,
-        host_runtime=False,
-        hang_timeout=args.hang_timeout,
-        start_timeout=args.start_timeout,
-    )
+    spec = LaunchSpec(nproc=ranks, host_runtime=False, hang_timeout=args.hang_timeout, start_timeout=args.start_timeout)
     return ranks, spec
 
 
 def open_source(args: argparse.Namespace, ranks: int) -> "Source":
-    """Open the model of the options; no weights are read yet.
-
-    Raises:
-        UserError: There is no such model, or it cannot run on these ranks with these options.
-    """
+    """Open the model of the options, no weights yet; UserError if there is none, or it cannot run on these ranks."""
     from bmburst.inference.generator import Source
 
     source = Source.open(args.checkpoint, args.adapter, args.tokenizer)
@@ -87,11 +78,7 @@ def open_source(args: argparse.Namespace, ranks: int) -> "Source":
 
 
 def require_split(source: "Source", cache: str, chunk_tokens: int | None, ranks: int) -> None:
-    """Check that ranks can share the KV cache of a model, and a chunk of a prompt.
-
-    Raises:
-        UserError: They cannot.
-    """
+    """Raise UserError unless ranks can share the KV cache of a model, and a chunk of a prompt."""
     from bmburst.plan.inference import chunk_of
     from bmburst.schedule.cache_split import CacheSplit
 

@@ -180,11 +180,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan or calibrate, and return the exit status.
-
-    Raises:
-        UserError: An option cannot work.
-    """
+    """Plan or calibrate, and return the exit status."""
     given = {name: value for name, value in given_options(args, TrainConfig).items() if name in _SETTINGS}
     settings = dict(flat(read_layer(TrainConfig, given, "")))
     if args.calibrate:
@@ -233,7 +229,12 @@ def _require_question(args: argparse.Namespace, settings: Mapping[str, Any]) -> 
         raise UserError(
             "--preset is missing\nallowed: --preset NAME, --init-from DIR, or --model DIR\nfix: --preset llama-3-8b"
         )
-    if not args.longest and "sequence_length" not in settings:
+    if not args.longest:
+        _require_length(settings)
+
+
+def _require_length(settings: Mapping[str, Any]) -> None:
+    if "sequence_length" not in settings:
         raise UserError("--sequence-length is missing\nfix: add it, for example --sequence-length 1M")
 
 
@@ -267,8 +268,7 @@ def _hybrid(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
     others = (*_SETTINGS, "generate", "max_new_tokens", *_OF_TRAINING)
     _refuse(args, settings, others, "--model of a hybrid", _OF_HYBRIDS)
-    if "sequence_length" not in settings:
-        raise UserError("--sequence-length is missing\nfix: add it, for example --sequence-length 1M")
+    _require_length(settings)
     try:
         from bmburst.integrations.transformers_shapes import read_hybrid
     except ImportError as error:
@@ -285,11 +285,7 @@ def _hybrid(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
 
 def _model(settings: Mapping[str, Any]) -> "tuple[LlamaConfig, str, str | None]":
-    """Return the model's shape, its name, and its directory (None for a preset).
-
-    Raises:
-        UserError: There is no such preset or directory.
-    """
+    """Return the model's shape, name, and directory (None for a preset); UserError if it does not exist."""
     from bmburst.blocks.presets import preset
     from bmburst.train.resolve import read_hugging_face_config
 
@@ -464,11 +460,7 @@ def _policies(args: argparse.Namespace) -> Sequence[str]:
 
 
 def _machine(args: argparse.Namespace, settings: Mapping[str, Any]) -> "Hardware":
-    """Return the hardware, with --host-memory if it is given.
-
-    Raises:
-        UserError: The hardware is unknown.
-    """
+    """Return the hardware, with --host-memory if it is given; UserError if its name is unknown."""
     from bmburst.schedule.hardware import load_hardware
 
     hardware = load_hardware(args.hardware)

@@ -1,8 +1,9 @@
 """The command line: runs one command, and turns bad input into one message and an exit status.
 
-Every command is a module `bmburst/cli/<command>.py` with `HELP` (a description), `configure(parser)` and `run(args)`.
-Small commands share a module (`TOGETHER`), which has a `Command` of these three for each. A module is imported only
-when its command is called, so that `bmburst --help` takes milliseconds.
+Every command is a module `bmburst/cli/<command>.py` with `HELP` (a description), `configure(parser)` and `run(args)`,
+and for one on ranks `settle(args)`. These raise a UserError for options that cannot work. Small commands share a module
+(`TOGETHER`), which has a `Command` of the first three for each. A module is imported only when its command is called,
+so that `bmburst --help` takes milliseconds.
 """
 
 import argparse
@@ -63,7 +64,7 @@ _KINDS = MappingProxyType(
         "float": "a number",
         "tokens": f"a whole number, {TOKENS_TOO}",
         "gibibytes": f"a number of GiB, {GIB_TOO}",
-    },
+    }
 )
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 _FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files that ranks of a small and of a large job need
@@ -98,11 +99,7 @@ class CommandParser(argparse.ArgumentParser):
         self.register("type", float, _number)
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a UserError.
-
-        Raises:
-            UserError: Always.
-        """
+        """Raise argparse's message as a UserError."""
         if found := _WRONG_TYPE.fullmatch(message):
             option, kind, value = found.groups()
             is_large = kind == "int" and value.lstrip("+-").isdecimal()
@@ -265,11 +262,7 @@ def _caught(words: Sequence[str]) -> int:
 
 
 def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
-    """Return the number of ranks for this machine: `asked`, else one per GPU, else `fewest` processes on the CPU.
-
-    Raises:
-        UserError: There are fewer GPUs than ranks.
-    """
+    """Return the number of ranks: `asked`, else one per GPU, else `fewest` on the CPU; UserError with fewer GPUs."""
     from bmburst.launch import devices
     from bmburst.launch.spec import require_devices
 
@@ -316,11 +309,7 @@ def _require_open_files() -> None:
 
 
 def _require_working_folder() -> None:
-    """Check that the folder in which the command was started is still there.
-
-    Raises:
-        UserError: It is not.
-    """
+    """Raise UserError unless the folder in which the command was started is still there."""
     try:
         os.getcwd()
     except FileNotFoundError:

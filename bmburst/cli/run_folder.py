@@ -30,11 +30,7 @@ _LEFTOVER = 20.0  # seconds that ranks may outlive a launcher that was killed
 
 
 def checkpoint_to_resume(folder: Path) -> Path:
-    """Return the newest checkpoint of a run folder with correct checksums.
-
-    Raises:
-        UserError: There is none.
-    """
+    """Return the newest checkpoint of a run folder with correct checksums; UserError if there is none."""
     newest = newest_whole(folder, warn)
     if newest is None:
         raise UserError(
@@ -76,11 +72,7 @@ def is_run(folder: Path) -> bool:
 
 
 def lock(stack: contextlib.ExitStack, folder: Path) -> None:
-    """Lock a run folder until the stack is closed.
-
-    Raises:
-        UserError: Another run is using it.
-    """
+    """Lock a run folder until the stack is closed; UserError while another run is using it."""
     with explaining_write_errors(folder):
         stack.enter_context(lock_folder(folder))
         # The writing rank may outlive a killed launcher by a few seconds.
@@ -89,15 +81,12 @@ def lock(stack: contextlib.ExitStack, folder: Path) -> None:
 
 
 def require_room(config: TrainConfig, folder: Path, tokens: tuple[Path, int]) -> None:
-    """Check that the disk has room for all files of the run.
+    """Raise UserError unless the disk has room for all files of the run.
 
     Args:
         config: Configuration of the run.
         folder: The run folder.
         tokens: Folder of the token cache, and the bytes that will be written there.
-
-    Raises:
-        UserError: There is not enough.
     """
     size, keep = bytes_text(checkpoint_bytes(config)), config.keep_checkpoints
     needs = {
@@ -175,21 +164,21 @@ def make_folder(config: TrainConfig, base: Path) -> Path:
 
 
 def check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
-    """Check that a folder holds no run.
+    """Raise UserError unless a folder holds no run.
 
     Args:
         folder: The run folder.
         traces: Names of files that only a run writes; None for all names but those that a refused run leaves.
-
-    Raises:
-        UserError: It holds a run.
     """
     require_no_file(folder)
     if folder.is_dir():
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith(_NO_RUN))
         found = [name for name in names if traces is None or name in traces]
         if found and not (found == [CONFIG_FILE] and _is_run_config(folder / CONFIG_FILE)):
-            raise _occupied(folder, found[0])
+            raise UserError(
+                f"output {folder}: not empty, it holds {found[0]}\n"
+                "fix: give --resume to continue the run in it, or another --output"
+            )
 
 
 def require_no_file(folder: Path) -> None:
@@ -205,10 +194,3 @@ def _is_run_config(path: Path) -> bool:
     except UserError:
         return False
     return True
-
-
-def _occupied(folder: Path, name: str) -> UserError:
-    return UserError(
-        f"output {folder}: not empty, it holds {name}\n"
-        "fix: give --resume to continue the run in it, or another --output"
-    )

@@ -24,7 +24,7 @@ from bmburst.cli.model import (
     settle_ranks,
 )
 from bmburst.cli.program import INTERRUPTED, any_text
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
 from bmburst.launch.watchdog import handle_signals
@@ -79,11 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal, and return the exit status.
-
-    Raises:
-        UserError: An option cannot work.
-    """
+    """Serve until a signal, and return the exit status."""
     return run_command(
         __name__, partial(settle, args), lambda request: INTERRUPTED if _serve(request) == signal.SIGINT else 0
     )
@@ -99,11 +95,7 @@ def run_rank(request: Request) -> int:
 
 @contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request, LaunchSpec]]:
-    """Read and check model and options, once. No weights are read yet.
-
-    Raises:
-        UserError: An option cannot work.
-    """
+    """Read and check model and options, once. No weights are read yet."""
     ranks, spec = settle_ranks(args, world_size)
     _require_libraries()
     for option, value, least, most in (
@@ -156,17 +148,13 @@ def _require_template(source: "Source") -> None:
         ChatTemplate(source.tokenizer)
     except UserError as error:
         raise UserError(
-            f"{str(error).splitlines()[0]}\nallowed: a model with a chat template, by which questions are written\n"
+            f"{first_line(error)}\nallowed: a model with a chat template, by which questions are written\n"
             "fix: add chat_template.jinja to its directory, or --tokenizer DIR of another with one"
         ) from None
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether every address of a host is a loopback address.
-
-    Raises:
-        UserError: The name cannot be resolved.
-    """
+    """Return whether every address of a host is a loopback address; UserError for a name without one."""
     return all(ipaddress.ip_address(each[4][0]).is_loopback for each in _addresses(host, 0))
 
 
@@ -184,11 +172,7 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, int, in
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address, and does not listen yet.
-
-    Raises:
-        UserError: The port is taken, or may not be used.
-    """
+    """Return a bound socket that does not listen yet; UserError if the port is taken, or may not be used."""
     family, kind, protocol, _, address = _addresses(host, port)[0]
     found = socket.socket(family, kind, protocol)
     try:

@@ -41,11 +41,7 @@ configure = training.configure
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and return the exit status: `STOPPED` if a signal stopped the run, which has saved a checkpoint.
-
-    Raises:
-        UserError: The configuration cannot work, or another run is using the run folder.
-    """
+    """Train, and return the exit status: `STOPPED` if a signal stopped the run, which has saved a checkpoint."""
     return run_command(__name__, partial(settle, args))
 
 
@@ -80,11 +76,7 @@ def _with_steps(args: argparse.Namespace, config: TrainConfig, steps: int, world
 
 @contextlib.contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request | None, LaunchSpec]]:
-    """Decide and check the whole run, once, and hold its folder while the block runs.
-
-    Raises:
-        UserError: The configuration cannot work, or another run is using the run folder.
-    """
+    """Decide and check the whole run, once, and hold its folder while the block runs."""
     config = training.resolve_options(args, world_size=world_size)
     if world_size is not None and config.output is None:
         raise UserError(

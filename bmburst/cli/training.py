@@ -159,11 +159,7 @@ def explain_choices(args: argparse.Namespace, config: TrainConfig, ranks: int) -
 
 
 def ranks_of(config: TrainConfig) -> int:
-    """Return the number of ranks on this machine: as configured, else one per GPU, else at least 2 processes.
-
-    Raises:
-        UserError: There are fewer GPUs than ranks.
-    """
+    """Return the ranks of this machine: as configured, else one per GPU, else 2 or more; UserError with fewer GPUs."""
     parallel, nproc = config.parallel, config.nproc
     least = parallel.pipeline_parallel * parallel.data_parallel * parallel.tensor_parallel
     if nproc is None and parallel.sequence_parallel is not None:

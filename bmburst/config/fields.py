@@ -73,12 +73,7 @@ class FieldSpec:
 
     def bounds(self) -> str:
         """Return the bounds in words, for example "at least 1"; empty for none."""
-        words = (
-            ("at least", self.minimum),
-            ("above", self.above),
-            ("at most", self.maximum),
-            ("below", self.below),
-        )
+        words = (("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below))
         return " and ".join(f"{word} {number_text(bound)}" for word, bound in words if bound is not None)
 
     def admits(self, value: float) -> bool:
@@ -384,10 +379,7 @@ _NAMES_ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("schedule.decay",): "decay_type lr_decay_type lr_wsd_decay_style",
         ("schedule.decay_fraction",): "decay_ratio lr_decay_ratio",
         ("schedule.final_lr_fraction",): "min_lr min_lr_rate min_lr_ratio min_lr_factor lr_min",
-        (
-            "sequence_length",
-            "tokens",
-        ): "seq seq_len seq_length seqlen max_length max_seq_length max_seq_len "
+        ("sequence_length", "tokens"): "seq seq_len seq_length seqlen max_length max_seq_length max_seq_len "
         "block_size cutoff_len context_length model_max_length max_model_len ctx context sequence_length sequence_len",
         ("epochs",): "num_epochs num_train_epochs",
         ("steps",): "max_steps max_iters train_iters train_steps total_steps",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bmburst.errors import UserError, hub_fix
+from bmburst.errors import UserError, first_line, hub_fix
 from bmburst.outputs import replacing
 
 _MOST_JSON, _MOST_CONFIG = 256 << 20, 1 << 20  # bytes; parsing YAML takes seconds per MiB
@@ -40,10 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(
-    data: bytes | str,
-    *,
-    finite: bool = False,
-    pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None,
+    data: bytes | str, *, finite: bool = False, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
 ) -> Any:
     """Parse JSON with limits on depth (64) and integers (64 bits; a larger one is a float).
 
@@ -193,7 +190,7 @@ def _parse_json(path: Path, text: str) -> Any:
         reason = error.msg.removeprefix("is not valid JSON: ")
         raise UserError(f"{path}: malformed JSON at {where}: {reason}\nfix: correct that line") from None
     except ValueError as error:
-        raise UserError(f"{path}: {str(error).splitlines()[0]}\nfix: give one object of fields") from None
+        raise UserError(f"{path}: {first_line(error)}\nfix: give one object of fields") from None
 
 
 def _parse_yaml(path: Path, text: str) -> Any:
@@ -235,7 +232,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UserError(f"{path}: malformed YAML{where}: {error.problem}\nfix: correct that line") from None
     except yaml.YAMLError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"{path}: malformed YAML: {reason}\nfix: correct the file") from None
     except RecursionError:
         raise UserError(f"{path}: malformed YAML: nested too deeply\nfix: give one object of fields") from None

@@ -41,16 +41,13 @@ def by_name(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def require_keys(values: Mapping[str, Any], known: Mapping[str, Key], what: str, fix: str) -> None:
-    """Check that every key is known and has an allowed value.
+    """Raise UserError unless every key is known and has an allowed value.
 
     Args:
         values: The object in a file.
         known: The keys that are understood.
         what: What the object describes, for messages: "a llama model".
         fix: What the user can do instead, for messages.
-
-    Raises:
-        UserError: A key is unknown or has another value.
     """
     for key, value in values.items():
         entry = known.get(key)

@@ -9,13 +9,10 @@ _MOST = 1024  # bytes of a pointer, by Git LFS's specification
 
 
 def require_content(path: Path) -> None:
-    """Check that a file is not the pointer that Git has in its place.
+    """Raise UserError unless a file is not the pointer that Git has in its place.
 
     Args:
         path: The file. One that cannot be read is left to its reader.
-
-    Raises:
-        UserError: It is a pointer.
     """
     try:
         is_pointer = path.stat().st_size < _MOST and path.read_bytes().startswith(_BEGINNING)

@@ -307,12 +307,7 @@ def local_batch_size(batch_size: int, data_rank: int, data_parallel: int) -> int
 
 
 def evaluation_batches(
-    sequences: Sequences,
-    *,
-    batch_size: int = 1,
-    limit: int | None = None,
-    data_rank: int = 0,
-    data_parallel: int = 1,
+    sequences: Sequences, *, batch_size: int = 1, limit: int | None = None, data_rank: int = 0, data_parallel: int = 1
 ) -> Iterator[Samples]:
     """Return an iterator over the samples in order; a partial sample, padded, is the last one.
 

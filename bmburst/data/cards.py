@@ -11,16 +11,13 @@ _MOST = 1 << 20  # characters of a card that are read
 
 
 def require_one_configuration(root: Path, names: Iterable[str]) -> None:
-    """Check that the files to read from a data set's folder are not those of several configurations.
+    """Raise UserError unless the files to read from a data set's folder are not those of several configurations.
 
     A configuration is a data set of its own: another language, other versions of the same rows, or the others together.
 
     Args:
         root: The folder.
         names: Paths of the files below it.
-
-    Raises:
-        UserError: They are of several, by the card of the folder.
     """
     card = root / "README.md"
     if not card.is_file():

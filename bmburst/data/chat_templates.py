@@ -90,11 +90,7 @@ TEMPLATES: Mapping[str, _Named] = MappingProxyType(
 
 
 def template_text(given: Path) -> str:
-    """Return the chat template of a name in `TEMPLATES`, or in a file.
-
-    Raises:
-        UserError: The file cannot be read, or is empty.
-    """
+    """Return the chat template of a name in `TEMPLATES`, or in a file; UserError if it is unreadable or empty."""
     if (named := TEMPLATES.get(str(given))) is not None:
         return named.source
     try:

@@ -166,15 +166,12 @@ def open_corpus(
 
 
 def require_cache(option: str, cache_dir: Path, text: Text) -> None:
-    """Check that a cache has the tokens of a text, or that `open_corpus` can write them there.
+    """Raise UserError unless a cache has the tokens of a text, or `open_corpus` can write them there.
 
     Args:
         option: Name of the option that sets the cache, for the error message.
         cache_dir: As in `open_corpus`.
         text: The text.
-
-    Raises:
-        UserError: The tokens are not cached, and the cache is not writable.
     """
     if not has_tokens(cache_dir, text):
         require_folder(option, cache_dir)
@@ -209,11 +206,7 @@ def tokenize(
     with _bar(sum(file.path.stat().st_size for file in text.files), shown=progress) as on_read:
         if text.encoder is not None:
             encoded = read_records(
-                text.files,
-                form=text.form,
-                on_read=on_read,
-                check=text.encoder.encode,
-                reading=reading,
+                text.files, form=text.form, on_read=on_read, check=text.encoder.encode, reading=reading
             )
             return write_masked_file(output, filter(keep, encoded), text.tokenizer, reading.notes)
         documents = read_documents(
@@ -227,11 +220,7 @@ def tokenize(
 
 
 def samples_of(text: Text) -> Iterator[tuple[str, Masked | str]]:
-    """Yield the name of each document or record of a text, and its text, or its ids and answers if it is a record.
-
-    Raises:
-        UserError: As `tokenize`.
-    """
+    """Yield each document or record of a text: its name, and its text or ids and answers; errors as `tokenize`."""
     if text.encoder is None:
         for document in read_documents(text.files, text_field=text.form.text_field):
             yield document.name, "".join(islice(document.pieces, 1))

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.config import parse_json
+from bmburst.data.messages import short
 from bmburst.data.sources import PIECE_BYTES, SourceFile, unreadable
 from bmburst.data.streams import opened
 from bmburst.data.tables import dataset_rows, parquet_rows
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 from bmburst.record_format import COLUMNS
 
 KINDS = (
@@ -88,7 +89,7 @@ def read_documents(
             if file.named or file.kind != "text":
                 raise
             on_read(file.path.stat().st_size)
-            on_skip(str(error).splitlines()[0])
+            on_skip(first_line(error))
 
 
 def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -> None:
@@ -134,10 +135,7 @@ def rows(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[s
 
 
 def with_others(
-    error: UserError,
-    rest: Iterable[tuple[str, Any]],
-    check: Callable[[str, Any], object],
-    most: int = 1_000_000,
+    error: UserError, rest: Iterable[tuple[str, Any]], check: Callable[[str, Any], object], most: int = 1_000_000
 ) -> UserError:
     """Return the error of a line with the names of the bad lines after it, so that all can be corrected at once.
 
@@ -298,7 +296,7 @@ def _text(text_field: str, name: str, value: Any) -> str:
         raise value
     if not isinstance(value, dict):
         raise UserError(
-            f"{name}: the line is not a JSON object: {_short(value)}\n"
+            f"{name}: the line is not a JSON object: {short(value)}\n"
             f'allowed: for example {{"{text_field}": "..."}}\nfix: write one JSON object per line'
         )
     if text_field not in value:
@@ -313,15 +311,10 @@ def _text(text_field: str, name: str, value: Any) -> str:
     text = value[text_field]
     if not isinstance(text, str):
         raise UserError(
-            f"{name}: field '{text_field}' must be a string, got {_short(text)}\n"
+            f"{name}: field '{text_field}' must be a string, got {short(text)}\n"
             "fix: name another field: --text-field NAME, in bmburst train --data.text_field NAME"
         )
     return text
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, default=str)  # Parquet has bytes, times and decimals too
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
@@ -370,7 +363,7 @@ def _json_values(file: SourceFile, on_read: Callable[[int], object]) -> Iterator
         return
     if not isinstance(values, list):
         raise UserError(
-            f"'{file.name}' is a JSON file of {_short(values)}\nallowed: {SHAPES}\n"
+            f"'{file.name}' is a JSON file of {short(values)}\nallowed: {SHAPES}\n"
             "fix: write one of these; of text, name the file .txt"
         )
     for number, value in enumerate(values, 1):
@@ -423,4 +416,4 @@ def _element(file: SourceFile, number: int) -> str:
 
 
 def _reason(error: ValueError) -> str:
-    return str(error).splitlines()[0].removeprefix("is not valid JSON: ")
+    return first_line(error).removeprefix("is not valid JSON: ")

@@ -262,11 +262,7 @@ def _arguments(value: Any) -> Any:
 
 
 def system_message(name: str, value: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Return the system message of the key `system`; empty without text.
-
-    Raises:
-        UserError: It is not text.
-    """
+    """Return the system message of the key `system`; empty without text, UserError for other values."""
     text = value.get("system") or ""
     if not isinstance(text, str):
         raise wrong(name, "system", text, "text")
@@ -339,5 +335,5 @@ def empty(name: str, what: str) -> UserError:
 
 def short(value: object) -> str:
     """Return a value as JSON of at most 60 characters."""
-    text = json.dumps(value, default=str)
+    text = json.dumps(value, default=str)  # Parquet has bytes, times and decimals too
     return text if len(text) <= 60 else text[:57] + "..."

@@ -363,11 +363,7 @@ class Permutation:
         self._keys = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, len(digest), 4)]
 
     def __call__(self, index: int) -> int:
-        """Return the image of `index`.
-
-        Raises:
-            IndexError: `index` is not in range(size).
-        """
+        """Return the image of `index`; IndexError unless it is in range(size)."""
         if not 0 <= index < self._size:
             raise IndexError(f"{index} is not in range({self._size})")
         while True:

@@ -89,7 +89,7 @@ def hold_records(files: Sequence[SourceFile], form: RecordFormat = DEFAULT) -> b
     return not is_text and any(known <= keys for known in _KEYS)
 
 
-def hold_groups(files: Sequence[SourceFile], form: RecordFormat = DEFAULT) -> bool:
+def hold_groups(files: Sequence[SourceFile], form: RecordFormat) -> bool:
     """Return whether files contain records with several answers, judged and refused as in `hold_records`."""
     return "completions" in _first_keys(files, form)
 

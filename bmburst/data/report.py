@@ -55,11 +55,7 @@ class LengthReport:
         return True
 
     def require(self) -> None:
-        """Check that a record is left.
-
-        Raises:
-            UserError: All records are too long.
-        """
+        """Raise UserError unless a record is left."""
         if not self._kept and self._left_out:
             raise UserError(
                 f"no record is left: all {self._left_out.total():,} have more than --max-tokens {self._most} tokens\n"

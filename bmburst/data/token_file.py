@@ -233,14 +233,11 @@ class TokenFile:
         return self._bytes_before(stop) - self._bytes_before(start)
 
     def require_vocab(self, vocab_size: int, name: str | Path | None = None) -> None:
-        """Check that a model's vocabulary contains all ids of the file.
+        """Raise UserError unless a model's vocabulary contains all ids of the file.
 
         Args:
             vocab_size: Size of the vocabulary.
             name: Name of the data for messages, where the file is one of the cache; None: the path of the file.
-
-        Raises:
-            UserError: `vocab_size` is not larger than the largest id.
         """
         if self.max_id >= vocab_size:
             raise UserError(

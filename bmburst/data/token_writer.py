@@ -185,7 +185,7 @@ class _Writer:
         answers: npt.NDArray[np.bool_],
         answer_bytes: int,
         key: int,
-        weight: float = 1.0,
+        weight: float,
     ) -> None:
         self._append(ids)
         bits = np.append(self._bits, answers)

@@ -115,11 +115,7 @@ def kept_files(files: Mapping[str, Path], chat_template: Path | None = None) -> 
 
 
 def require_tokenizer(file: Path) -> Any:
-    """Return the `tokenizers.Tokenizer` of a tokenizer.json.
-
-    Raises:
-        UserError: The file is not a tokenizer, or a pointer of Git LFS.
-    """
+    """Return the `tokenizers.Tokenizer` of a tokenizer.json; UserError for another file, or a pointer of Git LFS."""
     from tokenizers import Tokenizer
 
     require_content(file)

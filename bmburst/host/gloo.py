@@ -48,11 +48,7 @@ class Operation:
         self.finished = False
 
     def finish(self) -> None:
-        """Block until the operation is complete. A second call does nothing.
-
-        Raises:
-            HostRuntimeError: The operation failed.
-        """
+        """Block until the operation is complete; HostRuntimeError if it failed. A second call does nothing."""
         if self.finished:
             return
         if self._work is not None:

@@ -55,11 +55,7 @@ class Rendezvous:
         return f"{self._address} {next(self._numbers)} {token}".encode().ljust(UNIQUE_ID_BYTES, b"\0")
 
     def open(self, unique_id: bytes) -> object:
-        """Return the store that `unique_id` names, a `torch.distributed.Store`.
-
-        Raises:
-            RuntimeError: `unique_id` did not make these bytes.
-        """
+        """Return the `torch.distributed.Store` that `unique_id` names; RuntimeError if it did not make these bytes."""
         parts = unique_id.rstrip(b"\0").decode(errors="replace").split(" ")
         if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
             raise RuntimeError("ncclCommInitRank: this unique id was not made by the host runtime's ncclGetUniqueId")

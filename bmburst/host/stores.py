@@ -27,11 +27,7 @@ _ELSEWHERE = "192.0.2.1"  # TEST-NET-1 of RFC 5737: routed like any other addres
 
 
 def require_interfaces() -> None:
-    """Check that this host has the network interfaces that GLOO_SOCKET_IFNAME names.
-
-    Raises:
-        UserError: It has not.
-    """
+    """Raise UserError unless this host has the network interfaces that GLOO_SOCKET_IFNAME names."""
     known = [name for _, name in socket.if_nameindex()]
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     if gone := [name for name in named if name and name not in known]:

@@ -99,12 +99,7 @@ def make_chunks(turns: Sequence[tuple[int, int, int]], chunk_tokens: int, token_
             tokens = min(new - done, most - offset)
             padded = -(-tokens // token_groups) * token_groups
             piece = Piece(
-                sequence=sequence,
-                start=cached + done,
-                tokens=tokens,
-                total=cached + new,
-                offset=offset,
-                padded=padded,
+                sequence=sequence, start=cached + done, tokens=tokens, total=cached + new, offset=offset, padded=padded
             )
             pieces.append(piece)
             offset, done = offset + padded, done + tokens
@@ -119,13 +114,7 @@ class ChunkStep:
     """The forward pass of one chunk on this rank."""
 
     def __init__(
-        self,
-        weights: ModelWeights,
-        comm: CheckedCommunicator,
-        kernel: str,
-        cache: KVCache,
-        chunk: Chunk,
-        mask: Mask,
+        self, weights: ModelWeights, comm: CheckedCommunicator, kernel: str, cache: KVCache, chunk: Chunk, mask: Mask
     ) -> None:
         self._weights, self._comm, self._kernel = weights, comm, kernel
         self._cache, self._split, self._chunk = cache, cache.split, chunk

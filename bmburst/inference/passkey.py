@@ -206,11 +206,7 @@ def table(results: Mapping[str, Sequence[PasskeyCell]], test: PasskeyTest) -> st
 
 
 def draw(results: Mapping[str, Sequence[PasskeyCell]], test: PasskeyTest, path: Path) -> None:
-    """Plot the fraction of right answers over length and depth. Refused lengths are gray.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Plot the share of right answers over length and depth, gray where refused; OSError if it cannot be written."""
     ((model, cells),) = results.items()
     lengths, depths = test.lengths, sorted(test.depths)
     found = {(cell.length, cell.depth): cell for cell in cells}
@@ -278,11 +274,7 @@ def read_lengths(text: str) -> tuple[int, ...]:
 
 
 def read_depths(text: str) -> tuple[float, ...]:
-    """Parse depths such as `0,.25,.5`.
-
-    Raises:
-        UserError: A word is not a number from 0 to 1.
-    """
+    """Parse depths such as `0,.25,.5`; UserError unless they are numbers from 0 to 1."""
     try:
         found = tuple(float(word) for word in text.split(","))
     except ValueError:
@@ -293,11 +285,7 @@ def read_depths(text: str) -> tuple[float, ...]:
 
 
 def require_room(lengths: Sequence[int], least: int, what: str) -> None:
-    """Check that each length has the tokens that `what`, the text of a test, needs with its tokenizer.
-
-    Raises:
-        UserError: A length has fewer.
-    """
+    """Raise UserError unless each length has the tokens that `what`, the text of a test, needs with its tokenizer."""
     if min(lengths) < least:
         raise UserError(
             f"lengths: {min(lengths)} tokens are too few for {what}\n"

@@ -38,12 +38,7 @@ class Prefill:
     """
 
     def __init__(
-        self,
-        weights: ModelWeights,
-        comm: CheckedCommunicator,
-        kernel: str = "auto",
-        *,
-        is_causal: bool = True,
+        self, weights: ModelWeights, comm: CheckedCommunicator, kernel: str = "auto", *, is_causal: bool = True
     ) -> None:
         self._weights, self._comm, self._kernel = weights, comm, kernel
         self._is_causal = is_causal

@@ -15,7 +15,7 @@ from bmburst.data.chat import ChatTemplate
 from bmburst.data.documents import SetupError, with_others
 from bmburst.data.messages import Message, read_conversations, read_messages, template_variables
 from bmburst.data.tokenizer import PromptTokenizer, TokenIds
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 
 Messages = Sequence[Mapping[str, Any]]
 Finish = Literal["length", "stop", "eos", "refused"]
@@ -195,11 +195,7 @@ class PromptEncoder:
 
 
 def require_list(prompts: Any) -> None:
-    """Check that prompts are a list or array of one or more.
-
-    Raises:
-        UserError: They are not.
-    """
+    """Raise UserError unless prompts are a list or array of one or more."""
     is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
     if isinstance(prompts, str | bytes) or not (is_array or isinstance(prompts, Sequence)):
         reason = f"prompts is {'one text' if isinstance(prompts, str) else f'of type {type(prompts).__name__}'}"
@@ -211,11 +207,7 @@ def require_list(prompts: Any) -> None:
 
 
 def read_prompts(
-    encoder: PromptEncoder,
-    *,
-    prompt: str | None = None,
-    prompt_file: Path | None = None,
-    prompts: Path | None = None,
+    encoder: PromptEncoder, *, prompt: str | None = None, prompt_file: Path | None = None, prompts: Path | None = None
 ) -> list[Prompt]:
     """Return the prompts of `--prompt`, `--prompt-file` or `--prompts`, at least one.
 
@@ -270,7 +262,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             yield source, parse_json(line, finite=True)
         except ValueError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             yield source, UserError(f"{source} {reason}\nallowed: {_LINE}\nfix: correct that line")
 
 

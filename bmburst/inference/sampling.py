@@ -134,11 +134,7 @@ def generation_options(directory: Path | None = None, **given: object) -> Genera
 
 
 def own_max_new_tokens(directory: Path | None) -> int | None:
-    """Return `max_new_tokens` of a model's generation_config.json; None if it sets none.
-
-    Raises:
-        UserError: The file is damaged.
-    """
+    """Return `max_new_tokens` of a model's generation_config.json, or None; UserError if the file is damaged."""
     return None if directory is None else _defaults(directory).get("max_new_tokens")
 
 
@@ -188,11 +184,7 @@ def ignored_options(directory: Path, max_new_tokens: int | None = None) -> list[
 
 
 def names_ends(directory: Path) -> bool:
-    """Return whether a directory has a generation_config.json that names the tokens that end an answer.
-
-    Raises:
-        UserError: The file is damaged.
-    """
+    """Return whether a model's generation_config.json names tokens that end an answer; UserError if it is damaged."""
     return _generation_config(directory).get(_EOS) is not None
 
 

@@ -307,11 +307,7 @@ def _percent(score: float | None) -> str:
 
 
 def draw(results: Mapping[str, Sequence[TaskCell]], test: TaskTest, path: Path) -> None:
-    """Plot the score over length: a panel for each task, a line for each checkpoint.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Plot the score over length, a panel for each task, a line for each checkpoint; OSError if that fails."""
     figure = blank_picture(3.2 * len(test.tasks) + 1, 3.2)
     panels = figure.subplots(1, len(test.tasks), squeeze=False, sharey=True)[0]
     for panel, task in zip(panels, test.tasks, strict=True):

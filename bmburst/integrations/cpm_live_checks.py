@@ -18,11 +18,7 @@ _TRUTHS = ("context",)  # arrays that may hold bools; the others hold whole numb
 
 
 def require_mapping(data: object) -> Data:
-    """Check that a batch is a mapping, and return it.
-
-    Raises:
-        UserError: It is not.
-    """
+    """Return a batch; UserError unless it is a mapping."""
     if not isinstance(data, Mapping):
         raise UserError(
             f"a batch must be a mapping of arrays by name, got {type(data).__name__}\n"
@@ -83,11 +79,7 @@ def vectors(data: Data, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def lengths(data: Data, name: str, batch: int, length: int) -> Tensor:
-    """Return the number of real tokens of each sequence, int32 `[batch]`.
-
-    Raises:
-        UserError: The number of lengths is wrong, or one is out of range.
-    """
+    """Return the number of real tokens of each sequence, int32 `[batch]`; UserError unless all are in range."""
     found = ints(data, name)
     if found.shape != (batch,) or bool(((found < 0) | (found > length)).any()):
         got = found.tolist() if found.numel() <= 16 else f"{list(found.shape)} from {found.min()} to {found.max()}"
@@ -143,11 +135,7 @@ def additional_rows(data: Data) -> tuple[Tensor, Tensor]:
 
 
 def require_segment_types(num_segments: object) -> None:
-    """Check the number of CPM-Ant's segment types.
-
-    Raises:
-        UserError: It is not a whole number above 0.
-    """
+    """Raise UserError unless the number of CPM-Ant's segment types is a whole number above 0."""
     try:
         whole_number("num_segments", num_segments, 1)
     except UserError as error:
@@ -155,11 +143,7 @@ def require_segment_types(num_segments: object) -> None:
 
 
 def require_segments(segment: Tensor, num_segments: int) -> None:
-    """Check that segments are in the range of the segment types.
-
-    Raises:
-        UserError: One is not.
-    """
+    """Raise UserError unless segments are in the range of the segment types."""
     if bool(((segment < 0) | (segment >= num_segments)).any()):
         raise UserError(
             f"segments go from {int(segment.min())} to {int(segment.max())}, num_segments={num_segments}\n"

@@ -19,15 +19,12 @@ READ = "transformers 5.23 or 5.24"
 
 
 def require_release(least: str = LEAST, what: str = "run on split sequences", installed: str = __version__) -> None:
-    """Check that transformers is new enough.
+    """Raise UserError unless transformers is new enough.
 
     Args:
         least: The oldest release that is.
         what: What older ones cannot do.
         installed: The version.
-
-    Raises:
-        UserError: It is older.
     """
     if _numbers(installed) < _numbers(least):
         raise UserError(

@@ -143,14 +143,11 @@ def require_loss(trainer: type, mixin: type) -> str:
 
 
 def require_trl(what: str, installed: str | None = None) -> None:
-    """Check that a part of TRL is of the version that was read.
+    """Raise UserError unless a part of TRL is of the version that was read.
 
     Args:
         what: The part.
         installed: The version; default: that of this Python.
-
-    Raises:
-        UserError: It is of another version.
     """
     installed = version("trl") if installed is None else installed
     if not installed.startswith(TRL):

@@ -411,11 +411,7 @@ def _require_exact(mask: SequenceMask, dropout: float, sliding_window: int | Non
 
 
 def require_known_arguments(asked: dict[str, Any]) -> None:
-    """Refuse arguments of a model's call that may change the result of a layer.
-
-    Raises:
-        UserError: An argument that is neither None nor False is not known.
-    """
+    """Raise UserError for an unknown argument of a model's call, neither None nor False: it may change a layer."""
     other = [
         name for name, value in asked.items() if name not in _NOT_ASKED and value is not None and value is not False
     ]

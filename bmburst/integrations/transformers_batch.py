@@ -66,11 +66,7 @@ class WholeBatch:
 
 
 def batch_of_tree(tree: PackedTree, others: Mapping[str, object]) -> WholeBatch:
-    """Return the batch of rows packed as trees.
-
-    Raises:
-        UserError: It is another value, or there is another argument.
-    """
+    """Return the batch of rows packed as trees; UserError for another value, or with another argument."""
     require_tree(tree)
     given = sorted(name for name, value in others.items() if value is not None)
     if given:
@@ -479,11 +475,7 @@ def nan_of_none(labels: Tensor | int) -> Tensor | float:
 
 
 def number_of(loss: Tensor) -> float:
-    """Return a loss as a number; blocks the host.
-
-    Raises:
-        UserError: It is not a tensor of one number.
-    """
+    """Return a loss as a number; blocks the host. UserError unless it is a tensor of one number."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex() or loss.is_meta:
         got = describe_tensors(loss) if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(f"a loss must be a tensor of one number, got {got}\nfix: what part.loss(model) returns")

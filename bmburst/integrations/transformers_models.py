@@ -83,14 +83,11 @@ def require_splittable(
 
 
 def require_rows(model: torch.nn.Module, largest: int | None) -> None:
-    """Check that a model's embedding has a row for each token id. The error of a GPU kernel would not name the id.
+    """Raise UserError unless a model's embedding has a row for each token id. A GPU kernel's error would not name it.
 
     Args:
         model: A model that has passed `require_splittable`.
         largest: The largest id; None skips the check.
-
-    Raises:
-        UserError: The embedding has fewer rows.
     """
     try:  # the weight's shape may have changed by sharding
         rows = getattr(models_in(model)[0].get_input_embeddings(), "num_embeddings", None)
@@ -288,11 +285,7 @@ def positions_of(model: nn.Module, positions: Tensor, before: Tensor | None) -> 
 
 
 def require_inputs(inputs: Mapping[str, object]) -> None:
-    """Check that arguments of a model are none of those that a split batch has.
-
-    Raises:
-        UserError: One is.
-    """
+    """Raise UserError unless arguments of a model are none of those that a split batch has."""
     for name in (each for each in _ELSEWHERE if each in inputs):
         raise UserError(f"{name} is given with a split batch, which has its own\nfix: {_ELSEWHERE[name]}")
 

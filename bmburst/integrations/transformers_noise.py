@@ -35,7 +35,7 @@ _SCOPE: ContextVar[_Scope] = ContextVar("noise")
 
 @contextmanager
 def noise_of_whole_sequences(
-    model: nn.Module, cut: SequenceShard, comm: Communicator, *, is_tree: bool = False
+    model: nn.Module, cut: SequenceShard, comm: Communicator, *, is_tree: bool
 ) -> Iterator[None]:
     """Replace NEFTune's hooks of a model inside this block, if it has any.
 

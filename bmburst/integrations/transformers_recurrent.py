@@ -102,7 +102,7 @@ def attach(model_class: type) -> None:
         cls.forward = _scoped(cls.forward, mixer)
 
 
-def require_layout(model: object, layout: str, *, is_tree: bool = False) -> None:
+def require_layout(model: object, layout: str, *, is_tree: bool) -> None:
     """Check that the recurrent layers of a model, if it has any, can work in a layout.
 
     Raises:

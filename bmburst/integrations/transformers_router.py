@@ -85,11 +85,7 @@ def router_shares(model: object, real: Tensor, comm: Communicator) -> Iterator[l
 
 
 def require_router_loss_elsewhere(model: object, inputs: Mapping[str, object]) -> None:
-    """Check that a call of a model does not lose its router's loss.
-
-    Raises:
-        UserError: It asks for the loss outside of `router_shares`.
-    """
+    """Raise UserError if a call of a model asks for its router's loss outside of `router_shares`."""
     if asks_router_loss(model, inputs) and not hasattr(vars(_module(model)).get(_NAME), _MARK):
         raise UserError(
             "the router's loss is no part of logits\nallowed: Part.loss, which adds it\n"
@@ -98,11 +94,7 @@ def require_router_loss_elsewhere(model: object, inputs: Mapping[str, object]) -
 
 
 def router_share(model: object, shares: list[Tensor]) -> Tensor:
-    """Return the share of the last call of a model.
-
-    Raises:
-        UserError: The model has not computed the loss, or without gradients.
-    """
+    """Return the share of the last call of a model; UserError if it computed none, or without gradients."""
     lost = torch.is_grad_enabled() and bool(shares) and not shares[-1].requires_grad
     if not shares or (lost and any(parameter.requires_grad for parameter in _parameters(model))):
         raise UserError(
@@ -129,11 +121,7 @@ def router_loss(model: object, share: Tensor, part: Tensor, total: Tensor | int,
 
 
 def _share(gate_logits: tuple[Tensor, ...], experts: int, top_k: int, real: Tensor, comm: Communicator) -> Tensor:
-    """Return this rank's share of the loss, a scalar.
-
-    Raises:
-        UserError: No layer has a router.
-    """
+    """Return this rank's share of the loss, a scalar; UserError if no layer has a router."""
     if not gate_logits:  # transformers fails, too
         raise UserError(
             "the router's loss was asked for, but no layer of the model has experts\n"

@@ -53,11 +53,7 @@ def read_hybrid(folder: Path) -> Hybrid:
 
 
 def hybrid_of(model: transformers.PreTrainedModel) -> Hybrid:
-    """Return the sizes of a model, also on the meta device.
-
-    Raises:
-        UserError: The model has a layer that cannot be priced.
-    """
+    """Return the sizes of a model, also on the meta device; UserError if one of its layers cannot be priced."""
     mixing = mixers(model)
     others = (module for module in model.modules() if module not in mixing)
     layers = [m for m in others if type(m).__name__.endswith("Attention") or _has(m, _LATENT)]

@@ -264,11 +264,7 @@ class SplitBatches(DecidesTogether):
 
 
 def require_split(split: object) -> None:
-    """Check what splits the sequences of a trainer, before it reads the data.
-
-    Raises:
-        UserError: It is another value.
-    """
+    """Raise UserError unless what splits the sequences of a trainer is valid, before it reads the data."""
     if not isinstance(split, SplitSequences):
         raise UserError(f"split must be a SplitSequences, got {type(split).__name__}\nfix: SplitSequences(mesh)")
 
@@ -376,11 +372,7 @@ def _require_plain(trainer: Any) -> None:
 
 
 def require_known_engine(trainer: Any) -> None:
-    """Check that DDP or FSDP2 averages the gradients of a Trainer.
-
-    Raises:
-        UserError: Another engine would.
-    """
+    """Raise UserError unless DDP or FSDP2 averages the gradients of a Trainer."""
     if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
         engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP version 1"
         raise UserError(

@@ -84,11 +84,7 @@ class EqualWeights:
 
 
 def require_one_configuration(model: nn.Module, comm: CheckedCommunicator) -> None:
-    """Check that a model of transformers has the same configuration on all ranks. Collective; the host waits.
-
-    Raises:
-        UserError: It has not.
-    """
+    """Raise UserError unless a transformers model is configured equally on all ranks. Collective; the host waits."""
     values = _configuration(model)
     with comm.checking():
         comm.agree(f"configuration of {type(model).__name__}\n{len(values)} keys, {_digest(tuple(values))}")

@@ -114,14 +114,11 @@ def _run_joined_rank(module: str, settle: Settle) -> int:
 
 
 def require_code(host: str, code: str) -> None:
-    """Check that this rank runs the same code as rank 0, with which it would exchange what that does not expect.
+    """Raise UserError unless this rank runs the code of rank 0, with which it would exchange what that does not expect.
 
     Args:
         host: The host of rank 0.
         code: What `_code` returned there.
-
-    Raises:
-        UserError: It does not.
     """
     if (own := _code()) != code:
         raise UserError(
@@ -131,11 +128,7 @@ def require_code(host: str, code: str) -> None:
 
 
 def _await_nodes(store: Any, world: int) -> None:
-    """Wait in rank 0 until all ranks have compared their code with its own. Lost ranks have messages of their own.
-
-    Raises:
-        UserError: One has other code.
-    """
+    """Wait in rank 0 until all ranks have compared code with it; UserError if one differs. Lost ranks tell so."""
     until = time.monotonic() + _ARRIVAL
     while store.add(_CHECKED, 0) < world - 1 and time.monotonic() < until:
         if store.check([_PROBLEM]):

@@ -26,13 +26,7 @@ from types import FrameType
 from bmburst.errors import UserError
 from bmburst.host.stores import LOOPBACK, LOOPBACK_ONLY, listen, serve_at
 from bmburst.launch import devices
-from bmburst.launch.agent import (
-    AgentThread,
-    GracefulStop,
-    all_handle_signals,
-    rank_command,
-    start_guard,
-)
+from bmburst.launch.agent import AgentThread, GracefulStop, all_handle_signals, rank_command, start_guard
 from bmburst.launch.rank import (
     FOLDER,
     HANG_TIMEOUT,
@@ -129,11 +123,7 @@ def check_launch(spec: LaunchSpec, command: Sequence[str]) -> dict[str, str]:
 
 
 def described(spec: LaunchSpec, command: Sequence[str]) -> str:
-    """Return the variables of a launch, and the shell command that torchrun would need for the same ranks.
-
-    Raises:
-        UserError: See `check_launch`.
-    """
+    """Return a launch's variables, and torchrun's shell command for the same ranks; errors as `check_launch`."""
     words = ["torchrun", "--standalone", f"--nproc-per-node={spec.nproc}", "--no-python", *rank_command(command)]
     return "\n".join([*(f"{name}={value}" for name, value in check_launch(spec, command).items()), shlex.join(words)])
 

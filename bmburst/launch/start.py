@@ -166,11 +166,7 @@ def _restore_cores(cores: set[int]) -> None:
 
 
 def _complete_environment() -> None:
-    """Set the variables that a launcher may leave out, so that BMTrain reads a consistent environment. Once a process.
-
-    Raises:
-        UserError: The variables contradict each other.
-    """
+    """Set what a launcher may leave out and BMTrain reads, once a process; UserError for variables in conflict."""
     global _has_joined
     if _has_joined:
         return

@@ -24,7 +24,7 @@ from bmburst.schedule.cost import LinearCost
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.hardware import hardware_like
 from bmburst.schedule.layout import LAYOUTS, make_layout, real_length
-from bmburst.schedule.mask import Causal, Mask, make_mask
+from bmburst.schedule.mask import Causal, Mask, sample_masks
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.errors import KernelError
 from bmburst_ops.linear import LinearKernel, Recurrence, select_kernel
@@ -61,24 +61,20 @@ class SequenceOptions:
         """
         require_flag("final_state", self.has_final)
         require_known("layout", self.layout, LAYOUTS)
-        masks = self._masks(batch)
+        masks = self._masks(batch, alike=self.layout == "balanced" and size > 1)
         lengths = tuple(
             real_length(size, tokens, mask.length if self.length is None else self.length) for mask in masks
         )
         for mask, length in zip(masks, lengths, strict=True):
             mask.require(length)
-        if self.layout == "balanced" and size > 1 and len(set(masks)) > 1:
-            raise UserError("layout 'balanced' needs one mask, but each sample has its own\nfix: use layout 'zigzag'")
         layout = make_layout(self.layout, size, tokens, masks[0], lengths[0])
         starts = tuple(mask.starts for mask in masks)
         return make_chain(layout, lengths, starts, has_initial=self.has_initial, has_final=self.has_final)
 
-    def _masks(self, batch: int) -> tuple[Mask, ...]:
+    def _masks(self, batch: int, *, alike: bool) -> tuple[Mask, ...]:
         """Return the mask of each sample."""
         given = self.mask if isinstance(self.mask, tuple) else (self.mask,) * batch
-        if len(given) != batch:
-            raise UserError(f"got {len(given)} masks for a batch of {batch}\nfix: one mask, or one for each sample")
-        masks = tuple(map(make_mask, given))
+        masks = sample_masks(given, batch, alike=alike)
         for mask in masks:
             is_documents = isinstance(mask, Documents) and mask.causal and mask.key_lengths is None
             if not isinstance(mask, Causal) and not is_documents:
@@ -138,11 +134,7 @@ def require_shapes(tensors: Mapping[str, Tensor], shapes: Shapes, words: Mapping
 
 
 def require_device(comm: CheckedCommunicator, name: str, tensor: Tensor) -> None:
-    """Check that the group can move tensors like this one.
-
-    Raises:
-        UserError: The group moves tensors of another device.
-    """
+    """Raise UserError unless the group can move tensors like this one."""
     if comm.size > 1 and tensor.device.type != comm.device.type:
         raise UserError(
             f"the group moves {comm.device.type} tensors by {comm.transport}, but {name} is on {tensor.device}\n"
@@ -186,11 +178,7 @@ def scan_call(
 def conv_call(
     comm: CheckedCommunicator, inputs: Mapping[str, Tensor], options: SequenceOptions, activation: str | None
 ) -> tuple[ConvCall, str]:
-    """Return the call of a convolution, and its signature; see `scan_call`.
-
-    Raises:
-        UserError: An option is not supported.
-    """
+    """Return the call of a convolution, and its signature, as `scan_call`; UserError for an unsupported option."""
     require_device(comm, "x", inputs["x"])
     chain = options.chain(comm.size, *inputs["x"].shape[:2])
     call = _conv_call(comm, chain, activation, options.has_initial)

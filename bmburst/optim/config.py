@@ -160,11 +160,7 @@ class OptimizerConfig:
 
 
 def require_kernel(kernel: str, state: str) -> None:
-    """Check that a kernel can keep small moments.
-
-    Raises:
-        UserError: It is BMTrain's, whose moments are fp32.
-    """
+    """Raise UserError if a kernel cannot keep small moments: BMTrain's, whose moments are fp32."""
     if kernel == "bmtrain":
         raise UserError(
             f"optimizer.kernel bmtrain with optimizer.state {state}: BMTrain's kernel keeps moments in fp32\n"

@@ -194,11 +194,7 @@ class Policy:
         return _kinds(self, layers)[1]
 
     def require_layers(self, layers: int) -> None:
-        """Check that "+first-N" names fewer layers than the model has.
-
-        Raises:
-            UserError: It names all of them, or more.
-        """
+        """Raise UserError unless "+first-N" names fewer layers than the model has."""
         if self.layers is None or self.layers < layers:
             return
         everywhere = replace(self, layers=None).name
@@ -213,11 +209,7 @@ class Policy:
         return ranks == 1 or (self.every == 1 and not self.offloads_mlp)
 
     def require_tensor(self, ranks: int) -> None:
-        """Check that the policy works with a tensor degree of `ranks`.
-
-        Raises:
-            UserError: It does not; see `allows_tensor`.
-        """
+        """Raise UserError unless the policy works with a tensor degree of `ranks`; see `allows_tensor`."""
         if not self.allows_tensor(ranks):
             raise UserError(
                 f"recompute policy '{self.name}' with tensor parallelism {ranks}\n"
@@ -229,11 +221,7 @@ class Policy:
         return self.every == 1 and not self.offloads
 
     def require_stages(self, stages: int) -> None:
-        """Check that the policy works in a pipeline of `stages` stages.
-
-        Raises:
-            UserError: It does not; see `allows_stages`.
-        """
+        """Raise UserError unless the policy works in a pipeline of `stages` stages; see `allows_stages`."""
         if not self.allows_stages():
             raise UserError(
                 f"recompute policy '{self.name}' in a pipeline of {stages} stages\n"

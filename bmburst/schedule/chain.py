@@ -185,12 +185,7 @@ class Chain:
 
 @bounded_cache(maxsize=64)
 def make_chain(
-    layout: Layout,
-    lengths: tuple[int, ...],
-    starts: tuple[tuple[int, ...], ...],
-    *,
-    has_initial: bool,
-    has_final: bool,
+    layout: Layout, lengths: tuple[int, ...], starts: tuple[tuple[int, ...], ...], *, has_initial: bool, has_final: bool
 ) -> Chain:
     """Return the chain of a batch.
 

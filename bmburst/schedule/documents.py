@@ -166,11 +166,7 @@ def document_lengths(values: Any) -> tuple[int, ...]:
 
 
 def _tokens(side: str, values: Any) -> tuple[int, ...]:
-    """Return the document lengths of one side of cross-attention; some may be 0.
-
-    Raises:
-        UserError: A length is not a whole number of 0 or more, or all are 0.
-    """
+    """Return the document lengths of a side of cross-attention; UserError unless they are 0 or more, not all 0."""
     lengths = tuple(whole_number(f"{side} of a document", n, 0) for n in whole_numbers(f"{side} of documents", values))
     if not any(lengths):
         raise UserError(
@@ -180,11 +176,7 @@ def _tokens(side: str, values: Any) -> tuple[int, ...]:
 
 
 def lengths_between(cu_seqlens: Any) -> tuple[int, ...]:
-    """Return the lengths of documents from cumulative lengths.
-
-    Raises:
-        UserError: They do not start at 0, or do not ascend.
-    """
+    """Return document lengths from cumulative ones; UserError unless these start at 0 and ascend."""
     edges = whole_numbers("cu_seqlens", cu_seqlens)
     if len(edges) < 2 or edges[0] != 0:
         raise UserError(

@@ -6,6 +6,7 @@ rely on it (`bmburst.schedule.tiles`). A `Tree` is a disjoint union of such mask
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -343,6 +344,25 @@ def make_mask(mask: "Mask | str") -> Mask:
         )
     require_known("mask", mask, NAMES)
     return Full() if mask == "full" else Causal()
+
+
+def sample_masks(masks: Sequence[Mask | str], batch: int, *, alike: bool) -> tuple[Mask, ...]:
+    """Return the masks of the samples of a batch.
+
+    Args:
+        masks: A mask or its name for each sample.
+        batch: Number of samples.
+        alike: Whether all must be equal: ranks share layout "balanced", which is made for one mask.
+
+    Raises:
+        UserError: There are more or fewer masks, one is none, or they are not alike.
+    """
+    if not masks or len(masks) != batch:
+        raise UserError(f"got {len(masks)} masks for a batch of {batch}\nfix: one mask, or one for each sample")
+    made = tuple(map(make_mask, masks))
+    if alike and len(set(made)) > 1:
+        raise UserError("layout 'balanced' needs one mask, but each sample has its own\nfix: use layout 'zigzag'")
+    return made
 
 
 def _joined(masks: tuple[Mask, ...]) -> Mask:

@@ -188,11 +188,7 @@ class MeshShape:
         return width // self.tensor
 
     def require_zero_group(self, ranks: int) -> None:
-        """Check that the ranks can be divided into ZeRO groups of neighbours, with whole tensor groups in each.
-
-        Raises:
-            UserError: They cannot; the message names all sizes that work.
-        """
+        """Raise UserError, with all sizes that work, unless ranks divide into ZeRO groups of whole tensor groups."""
         allowed = [each for each in divisors(self.size) if each % self.tensor == 0]
         if ranks not in allowed:
             tensor = f" with tensor_parallel {self.tensor}" if self.tensor > 1 else ""

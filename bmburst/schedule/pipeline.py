@@ -242,11 +242,7 @@ def stage_layers(layers: int, stages: int, stage: int, head: float = 0.0) -> ran
 
 
 def require_stages(stages: int, layers: int) -> None:
-    """Check that each stage has a layer.
-
-    Raises:
-        UserError: There are more stages than layers.
-    """
+    """Raise UserError unless each stage has a layer."""
     if stages > layers:
         raise UserError(
             f"pipeline_parallel {stages} with a model of {layers} layers: a stage would have none\n"
@@ -255,11 +251,7 @@ def require_stages(stages: int, layers: int) -> None:
 
 
 def require_micro_batches(stages: int, count: int) -> None:
-    """Check that a step has a micro-batch for each stage.
-
-    Raises:
-        UserError: Some stages would wait for the whole step.
-    """
+    """Raise UserError unless a step has a micro-batch for each stage."""
     if count < stages:
         raise UserError(
             f"pipeline_parallel {stages} with {count} micro-batches a step: stages would only wait\n"

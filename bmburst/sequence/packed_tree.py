@@ -244,11 +244,7 @@ def pack_tree(
 
 
 def require_tree(packed: object) -> None:
-    """Check that a value is a packed tree.
-
-    Raises:
-        UserError: It is another value.
-    """
+    """Raise UserError unless a value is a packed tree."""
     if not isinstance(packed, PackedTree):
         what = "a bmburst.Tree, which has no tokens" if isinstance(packed, Tree) else type(packed).__name__
         raise UserError(f"tree must be rows packed as trees, got {what}\nfix: bmburst.pack_tree(rows)")
@@ -284,11 +280,7 @@ class _Node(NamedTuple):
 
 
 def _listed(name: str, values: object) -> list[Any]:
-    """Return what an argument has for each row.
-
-    Raises:
-        UserError: It is no sequence.
-    """
+    """Return what an argument has for each row; UserError unless it is a sequence."""
     try:
         return list(values)  # type: ignore[call-overload,no-any-return]  # it raises then
     except (TypeError, RuntimeError):  # also of a tensor without dimensions, or of a nested one
@@ -310,11 +302,7 @@ def _refused_dtype(values: Tensor) -> Iterator[None]:
 
 
 def _numbers_of(number: int, value: object) -> Tensor:
-    """Return the values of a row in float32.
-
-    Raises:
-        UserError: They are no numbers.
-    """
+    """Return the values of a row in float32; UserError unless they are numbers."""
     try:
         if isinstance(value, Tensor):
             require_dense("values", value)
@@ -327,11 +315,7 @@ def _numbers_of(number: int, value: object) -> Tensor:
 
 
 def _tokens_of(number: int, row: Any) -> IntArray:
-    """Return the tokens of a row.
-
-    Raises:
-        UserError: They are not whole numbers from 0 on, or fewer than 2.
-    """
+    """Return the tokens of a row; UserError unless they are two or more whole numbers from 0 on."""
     tokens = array_of(f"row {number}", row)
     is_list = tokens.ndim == 1 and tokens.dtype.kind in "iu" and len(tokens) >= 2
     if not is_list or (tokens.astype(np.int64) < 0).any():  # also of uint64 above int64

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from bmburst.amounts import array_of, as_whole, short_text
-from bmburst.attention.options import (
-    require_dense,
-    require_numbers,
-    require_own_memory,
-    require_tensor,
-)
+from bmburst.attention.options import require_dense, require_numbers, require_own_memory, require_tensor
 from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError, one_line
 from bmburst.schedule.layout import Layout
@@ -26,11 +21,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def dimension_of(x: Tensor, dim: int) -> int:
-    """Return a dimension as a non-negative index.
-
-    Raises:
-        UserError: The tensor has no such dimension, or `x` is not a plain tensor.
-    """
+    """Return a dimension as a non-negative index; UserError if `x` has none such, or is not a plain tensor."""
     if not isinstance(x, Tensor):
         raise UserError(f"a sequence to split must be a torch tensor, got {type(x).__name__}\nfix: torch.as_tensor(x)")
     require_dense("a sequence to split", x)
@@ -46,11 +37,7 @@ def dimension_of(x: Tensor, dim: int) -> int:
 
 
 def require_batch(tokens: Tensor, labels: Tensor | None, length: int) -> None:
-    """Check that tokens, and labels if given, are tensors `[batch, length]` of whole numbers.
-
-    Raises:
-        UserError: They are not.
-    """
+    """Raise UserError unless tokens, and labels if given, are tensors `[batch, length]` of whole numbers."""
     given = [("tokens", tokens), *([] if labels is None else [("labels", labels)])]
     for name, tensor in given:
         require_tensor(name, tensor, f"[batch, {length}]")
@@ -72,11 +59,7 @@ def require_batch(tokens: Tensor, labels: Tensor | None, length: int) -> None:
 
 
 def require_value(x: Tensor, pad_value: float) -> None:
-    """Check that the dtype of a tensor can represent the padding value; floating-point dtypes round it.
-
-    Raises:
-        UserError: It cannot.
-    """
+    """Raise UserError unless the dtype of a tensor can represent the padding value; floating-point dtypes round it."""
     try:  # checked on all ranks: some may have no padding
         made = torch.full((), pad_value, dtype=x.dtype, device="cpu").item()
         fits = math.isfinite(made) or not math.isfinite(pad_value) if x.is_floating_point() else made == pad_value
@@ -87,11 +70,7 @@ def require_value(x: Tensor, pad_value: float) -> None:
 
 
 def require_device(device: object) -> None:
-    """Check that tensors can be made on a device; None is the default device.
-
-    Raises:
-        UserError: They cannot.
-    """
+    """Raise UserError unless tensors can be made on a device; None is the default device."""
     try:
         torch.empty(0, device=device)  # type: ignore[call-overload]  # it raises then
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # the last: torch has no such backend
@@ -214,16 +193,13 @@ def fitting(mask: Mask | str | None, length: int) -> Mask | None:
 
 
 def require_same_documents(masks: Sequence[Mask], lengths: Sequence[int]) -> None:
-    """Check that the documents of a batch are those of the mask that layout "balanced" was made for.
+    """Raise UserError unless the documents of a batch are those of the mask that layout "balanced" was made for.
 
     Attention under the batch's own documents would take the tokens of the shard for others.
 
     Args:
         masks: The mask of the layout, then those of the samples.
         lengths: The tokens of each.
-
-    Raises:
-        UserError: A sample has other documents.
     """
     for each, tokens in zip(masks, lengths, strict=True):
         if (each.starts or (0,), tokens) != (masks[0].starts or (0,), lengths[0]):

@@ -92,11 +92,7 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="bmburst-serve", daemon=True)
 
     def start(self) -> None:
-        """Start to listen.
-
-        Raises:
-            RuntimeError: The server does not start.
-        """
+        """Start to listen; RuntimeError if the server does not start."""
         self._thread.start()
         until = time.monotonic() + _START_SECONDS
         while not self._server.started:

@@ -220,11 +220,7 @@ class BuildSpec:
 
 
 def parse_architecture(text: str) -> int:
-    """Return a compute capability as major * 10 + minor; "9.0", "90" and "sm_90" are the same.
-
-    Raises:
-        UserError: The text is not a compute capability.
-    """
+    """Return a compute capability as major * 10 + minor, 90 for "9.0", "90" or "sm_90"; UserError for other text."""
     found = re.fullmatch(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)", text.strip())
     if found is None:
         raise UserError(

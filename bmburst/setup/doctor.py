@@ -220,11 +220,7 @@ CHECKS: tuple[Check, ...] = (
     Check("tensorboard", partial(package, "tensorboard", "TensorBoard events of a run"), with_torch=False),
     Check("matplotlib", partial(package, "matplotlib", "the loss plot of a run"), with_torch=False),
     Check("tokenizers", partial(package, "tokenizers", "tokenizers other than bytes"), with_torch=False),
-    Check(
-        "transformers",
-        partial(package, "transformers", "tokenizers by a Hugging Face name"),
-        with_torch=False,
-    ),
+    Check("transformers", partial(package, "transformers", "tokenizers by a Hugging Face name"), with_torch=False),
 )
 
 

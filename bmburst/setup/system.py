@@ -191,7 +191,7 @@ def nccl_packages(name: str, installed: Any = metadata) -> Finding:
     return Finding(name, "ok", ", ".join(f"{found} {installed.version(found)}" for found in sorted(owned)))
 
 
-def repair_command(installed: Any = metadata) -> str:
+def repair_command(installed: Any) -> str:
     """Return the command that reinstalls torch's NCCL package and removes all others; see `nccl_packages`."""
     wanted = _wanted(installed)
     kept = (wanted or "").partition("==")[0]

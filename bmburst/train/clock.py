@@ -86,10 +86,7 @@ class StepClock:
         """
         waits = self.meter.read()
         self.last = StepTiming(
-            data=self._data,
-            compute=max(0.0, self._work.seconds() - waits),
-            waits=waits,
-            optimizer=self._last_optimizer,
+            data=self._data, compute=max(0.0, self._work.seconds() - waits), waits=waits, optimizer=self._last_optimizer
         )
 
 

@@ -119,8 +119,7 @@ class TrainConfig:
         "Maximum number of held-out sequences in an evaluation.", default=8, unit="sequences", minimum=1
     )
     resume: bool | Literal["auto"] = field(
-        "Continue from the run's newest checkpoint; auto: begin where there is none.",
-        default=False,
+        "Continue from the run's newest checkpoint; auto: begin where there is none.", default=False
     )
     init_from: Path | None = field(  # noqa: RUF009
         "Start from a Hugging Face model: the directory with its weights and shape.", default=None

@@ -128,11 +128,7 @@ def table(bins: Sequence[PositionBin], perplexity: Callable[[float], float]) -> 
 
 
 def draw_positions(bins: Sequence[PositionBin], model: str, path: Path) -> None:
-    """Plot the mean loss of each bin over the positions.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Plot the mean loss of each bin over the positions; OSError if the file cannot be written."""
     figure = blank_picture(7.5, 4.5)
     draw_bins(figure.subplots(), bins, "tokens that the model has seen", f"loss by position, {Path(model).name}")
     save_picture(figure, path)
@@ -240,12 +236,7 @@ def check_inputs(config: EvalConfig) -> Path:
     directory, tokenizer, _ = read_model(config, given, tuned)
     has_records, uses_names, is_new = False, False, False
     for source in sources_of(config.data):
-        text = find_corpus(
-            source.path,
-            tokenizer,
-            form=source.form(config),
-            chat_template=config.chat_template,
-        )
+        text = find_corpus(source.path, tokenizer, form=source.form(config), chat_template=config.chat_template)
         uses_names = uses_names or not unused_names(text, source.form(config))
         if isinstance(text, TokenFile):
             _require_text(source, text)
@@ -272,12 +263,7 @@ def _open_one(
     source: Source, tokenizer: str | None, config: EvalConfig, say: Callable[[str], object] = lambda _: None
 ) -> TokenFile:
     file = open_corpus(
-        source.path,
-        tokenizer,
-        user_cache(),
-        form=source.form(config),
-        chat_template=config.chat_template,
-        on_skip=say,
+        source.path, tokenizer, user_cache(), form=source.form(config), chat_template=config.chat_template, on_skip=say
     )
     return _require_text(source, file)
 
@@ -373,11 +359,7 @@ def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> 
 
 
 def user_cache() -> Path:
-    """Return the folder of this user's cache of tokenized texts.
-
-    Raises:
-        UserError: The user has no folder, as containers may run programs.
-    """
+    """Return this user's cache of tokenized texts; UserError for a user without a folder, as in containers."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if folder.startswith("~"):
         raise UserError(

@@ -113,11 +113,7 @@ class HostBudget:
         return cls(min(known), is_given=False) if known else None
 
     def require(self, way: Candidate, hardware: Hardware) -> None:
-        """Check that the memory is sufficient for a run.
-
-        Raises:
-            UserError: It is not sufficient.
-        """
+        """Raise UserError unless the memory is sufficient for a run."""
         needed, most = memory_of(way, hardware).in_host, HOST_SHARE * self.has
         if needed <= most:
             return
@@ -155,11 +151,7 @@ def check_host_memory(config: TrainConfig, ranks: int) -> None:
 
 
 def _require_room_for_ranks(config: TrainConfig, ranks: int, free: int) -> None:
-    """Check that ranks on the CPU fit into the free memory. Linux would kill one of them, or other programs, later.
-
-    Raises:
-        UserError: They do not fit.
-    """
+    """Raise UserError unless CPU ranks fit into the free memory: Linux would kill one of them, or other programs."""
     least = config.replace(recompute="block") if config.recompute == AUTO else config
     memory = memory_of(planned(least, ranks, 1, hardware_like(HOST)), hardware_like(HOST))
     each = _PROCESS + memory.allocated - memory.lines.get("workspace", 0)  # of the GPU's libraries
@@ -194,16 +186,13 @@ def _fix(way: Candidate, most: float) -> str:
 def require_machine(
     config: TrainConfig, world_size: int, local_rank: int = 0, machine: "Machine | None" = None
 ) -> None:
-    """Check that ranks on this machine can use the kernel, the transport and the strategy of a configuration.
+    """Raise UserError unless ranks on this machine can use kernel, transport and strategy of a configuration.
 
     Args:
         config: The run, valid for `world_size` ranks.
         world_size: Number of ranks.
         local_rank: Rank whose GPU is checked, if there are GPUs.
         machine: The GPUs and packages for the kernel; default: those of this machine.
-
-    Raises:
-        UserError: They cannot.
     """
     has_gpus = bool(devices.gpus())
     if config.parallel.strategy != "auto":  # "auto" always finds one

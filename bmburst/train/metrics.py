@@ -288,11 +288,7 @@ def _nats_per_token(steps: Sequence[dict[str, Any]]) -> float | None:
 
 
 def require_wandb() -> None:
-    """Check that the package wandb is installed, before ranks start.
-
-    Raises:
-        UserError: It is not installed.
-    """
+    """Raise UserError unless the package wandb is installed, before ranks start."""
     if "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "--wandb needs the package wandb, which is not installed\nfix: pip install wandb, or leave --wandb out"

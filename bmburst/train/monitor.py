@@ -109,9 +109,7 @@ class StepMonitor:
         """
         shape, config = self._shape, self._config
         used = self._flops.of(
-            config.batch_size * config.sequence_length,
-            facts.query_key_pairs / (shape.size // shape.data),
-            seconds,
+            config.batch_size * config.sequence_length, facts.query_key_pairs / (shape.size // shape.data), seconds
         )
         bits = facts.loss * facts.tokens / math.log(2)
         margin, accuracy = facts.rewards or (None, None)

@@ -85,10 +85,7 @@ def measure(
     total = mesh.sum(nats.item())
     loss = total / max(tokens, 1)
     return Measurement(
-        loss=loss,
-        bits_per_byte=total / math.log(2) / max(text_bytes, 1),
-        perplexity=perplexity(loss),
-        tokens=tokens,
+        loss=loss, bits_per_byte=total / math.log(2) / max(text_bytes, 1), perplexity=perplexity(loss), tokens=tokens
     )
 
 

@@ -9,22 +9,15 @@ from bmburst.train.config import TrainConfig
 
 
 def reference_text(config: TrainConfig, folder: Path) -> str:
-    """Return some numbers of a reference's weights, as a run holds them: `Base.text`.
-
-    Raises:
-        UserError: The weights do not fit the model of the run.
-    """
+    """Return some numbers of a reference's weights, as `Base.text`; UserError unless they fit the run's model."""
     return Base.open(folder, config.model).text(config.dtype)
 
 
 def require_reference(config: TrainConfig, checkpoint: Path) -> None:
-    """Check that a resumed run has the reference of its checkpoint. Checkpoints of earlier versions do not name it.
+    """Raise UserError unless a resumed run has the reference of its checkpoint, which earlier versions do not name.
 
     Another directory with the same weights is accepted. The run holds a reference in its own dtype, so weights in a
     wider dtype pass if they round to the same numbers.
-
-    Raises:
-        UserError: The weights of the reference differ.
     """
     wanted, folder = read_progress(checkpoint).reference, config.reference
     if wanted is None or (folder is not None and reference_text(config, folder) == wanted):

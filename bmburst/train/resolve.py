@@ -27,13 +27,7 @@ from bmburst.record_format import RecordFormat
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import require_wandb
 from bmburst.train.sections import STANDARD_LIBRARY
-from bmburst.train.sources import (
-    check_sources,
-    have_groups,
-    hold_records,
-    require_filled,
-    sources_in,
-)
+from bmburst.train.sources import check_sources, have_groups, hold_records, require_filled, sources_in
 
 CONFIG_FILE = "config.json"
 _LONGEST = "max_position_embeddings"

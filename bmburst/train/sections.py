@@ -213,11 +213,7 @@ class ParallelConfig:
         check_fields(self)
 
     def require_exchange(self, model: LlamaConfig, shape: MeshShape) -> None:
-        """Check that model, strategy and layout allow the configured Ulysses degree.
-
-        Raises:
-            UserError: They do not.
-        """
+        """Raise UserError unless model, strategy and layout allow the configured Ulysses degree."""
         degree, ranks = self.head_parallel, shape.sequence
         if degree is None:
             return
@@ -307,7 +303,7 @@ def fill_defaults(
     *,
     is_started: bool,
     has_adapters: bool,
-    has_pairs: bool = False,
+    has_pairs: bool,
 ) -> tuple[OptimizerConfig, ScheduleConfig]:
     """Return both sections with None replaced by defaults.
 

@@ -20,11 +20,7 @@ PLACEHOLDER = "PATH/TO/"
 
 
 def require_filled(name: str, value: object, option: str) -> None:
-    """Check that a path is not a recipe's placeholder.
-
-    Raises:
-        UserError: The path is a placeholder.
-    """
+    """Raise UserError unless a path is not a recipe's placeholder."""
     if str(value).startswith(PLACEHOLDER):
         raise UserError(
             f"{name} {value} is the placeholder of a recipe\nallowed: a path of your own\n"

@@ -221,7 +221,7 @@ class StopRequest:
         self.signum = signum
 
 
-def stopped_by(facts: StepFacts, hosts: Sequence[str], *, saves: bool = True) -> str:
+def stopped_by(facts: StepFacts, hosts: Sequence[str], *, saves: bool) -> str:
     """Return a message about the rank that was asked to stop, the same on all ranks; empty if there is none.
 
     Args:
@@ -283,13 +283,10 @@ class SkippedSteps:
             self._first = self.message
 
     def require(self, has_checkpoint: Callable[[], bool]) -> None:
-        """Raise an error if too many steps in a row were skipped.
+        """Raise RunError if too many steps in a row were skipped.
 
         Args:
             has_checkpoint: Returns whether the run can be resumed.
-
-        Raises:
-            RunError: Too many steps in a row were skipped.
         """
         if self._most and self._in_row >= self._most:
             last = f"; the last: {self.message}" if self._scale.is_dynamic and self._in_row > 1 else ""

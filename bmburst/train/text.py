@@ -405,11 +405,7 @@ class RunText:
 
     @classmethod
     def open(cls, config: TrainConfig, folder: Path, runtime: Runtime) -> "RunText":
-        """Return the text of a run. Every rank calls it.
-
-        Raises:
-            UserError: As `open_text`, `open_validation` and `sequences_of`.
-        """
+        """Return the text of a run; errors as `open_text`, `open_validation`, `sequences_of`. Every rank calls it."""
         corpus = open_text(config, folder, runtime)
         validation = open_validation(config, folder, runtime, corpus)
         evaluated: dict[str, Sequences] = {}

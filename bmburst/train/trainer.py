@@ -391,11 +391,7 @@ class Trainer:
         return f"{tokenizer.decode(prompt)}|{tokenizer.decode(made)}\n"
 
     def _require_steps(self) -> None:
-        """Check that the configured steps are those of the epochs.
-
-        Raises:
-            UserError: They are not.
-        """
+        """Raise UserError unless the configured steps are those of the epochs."""
         if (total := self.batches.total) is None:
             return
         steps = self.steps_done + max(-(-(total - self.batches.samples) // self.config.batch_size), 0)

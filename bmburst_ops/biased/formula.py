@@ -247,10 +247,7 @@ def ant_bias(*, num_buckets: int, num_segments: int, max_distance: int, bidirect
     """Return CPM-Ant's bias. Its relations are always `ant_relations`."""
     _require_int("num_segments", num_segments)
     return RelativeBias(
-        num_buckets=num_buckets,
-        num_relations=num_segments**2,
-        max_distance=max_distance,
-        bidirectional=bidirectional,
+        num_buckets=num_buckets, num_relations=num_segments**2, max_distance=max_distance, bidirectional=bidirectional
     )
 
 

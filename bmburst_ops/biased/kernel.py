@@ -197,11 +197,7 @@ class BiasedKernel(Protocol):
 
 
 def require_inputs(q: Tensor, k: Tensor, v: Tensor, table: Tensor, pairs: Pairs) -> None:
-    """Check shapes, dtypes and devices.
-
-    Raises:
-        KernelError: The inputs do not fit each other.
-    """
+    """Raise KernelError unless shapes, dtypes and devices of the inputs fit each other."""
     for name, tensor in (("q", q), ("k", k), ("v", v), ("the bias table", table)):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             got = f"one of layout {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__

@@ -256,7 +256,7 @@ def line_runs(pairs: Pairs, cut: Cut, most: int = _MOST) -> Lines:
     return Lines(Runs(*found[:2]), *found[2:])
 
 
-def diagonal_runs(pairs: Pairs, cut: Cut, most: int = _MOST) -> Runs:
+def diagonal_runs(pairs: Pairs, cut: Cut, most: int) -> Runs:
     """Return the runs of the kernel that loops along diagonals of blocks. Neither side may be empty.
 
     Args:

@@ -12,14 +12,7 @@ from bmburst_ops.errors import KernelError, unknown_kernel
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention2Kernel, FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
-from bmburst_ops.flash.kernel import (
-    BackwardInputs,
-    Gradients,
-    Kernel,
-    Partial,
-    ReferenceKernel,
-    Scoring,
-)
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Kernel, Partial, ReferenceKernel, Scoring
 from bmburst_ops.flash.padded import PaddedKernel
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.flash.triton import TritonKernel

@@ -265,11 +265,7 @@ class _BlockLists(NamedTuple):
 
 
 def _lists(pattern: Cells, side: _Side, device: torch.device, softcap: float | None) -> _BlockLists:
-    """Return the block lists of a block-sparse kernel for a pattern.
-
-    Raises:
-        KernelError: `refusal` refuses these inputs.
-    """
+    """Return the block lists of a block-sparse kernel for a pattern; KernelError where `refusal` refuses the inputs."""
     if softcap is not None:
         raise unable(FlashAttention4Kernel.name, _UNCAPPED_BLOCKS)
     lists = _block_lists(pattern, side, device)

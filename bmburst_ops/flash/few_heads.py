@@ -95,11 +95,7 @@ def near(tensor: Tensor) -> Tensor:
 
 
 def _most_heads(kernel: str, q: Tensor, k: Tensor, v: Tensor, pattern: PackedPattern) -> int:
-    """Return how many query heads one call may have.
-
-    Raises:
-        KernelError: Not even one head fits.
-    """
+    """Return how many query heads one call may have, at least 1; KernelError if not even one fits."""
     documents = len(pattern.queries) - 1 if isinstance(pattern, Segments) else 1
     tokens = q.shape[0] * (max(q.shape[1], k.shape[1]) + _TILE * documents)
     width = -(-max(q.shape[3], v.shape[3]) // _WIDTH) * _WIDTH

@@ -74,55 +74,35 @@ def unless_able(needs: frozenset[Need], able: frozenset[Need] = frozenset()) -> 
 
 
 def without_cells(pattern: Pattern, kernel: str) -> Band | Segments:
-    """Return the pattern, for a kernel that supports all but block-sparse masks.
-
-    Raises:
-        KernelError: The pattern is a block-sparse mask.
-    """
+    """Return the pattern, for a kernel without block-sparse masks; KernelError for one of these."""
     if isinstance(pattern, Cells):
         raise unable(kernel, unless_able(pattern.needs))
     return pattern
 
 
 def band_of(pattern: Pattern, kernel: str) -> Band:
-    """Return the pattern, for a kernel that supports only rectangles.
-
-    Raises:
-        KernelError: The pattern is of another kind.
-    """
+    """Return the pattern, for a kernel that supports only rectangles; KernelError for another kind."""
     if not isinstance(pattern, Band):
         raise unable(kernel, unless_able(pattern.needs))
     return pattern
 
 
 def causal_or_full(pattern: Band | Segments, kernel: str) -> bool:
-    """Return whether the pattern is causal, for a kernel that supports only causal and full rectangles.
-
-    Raises:
-        KernelError: The pattern is neither.
-    """
+    """Return whether the pattern is causal, for a kernel with causal and full rectangles; KernelError for others."""
     if (reason := unless_able(pattern.needs)) is not None:
         raise unable(kernel, reason)
     return pattern == CAUSAL
 
 
 def require_no_softcap(scoring: Scoring, kernel: str) -> tuple[Pattern, float]:
-    """Return pattern and scale, for a kernel that does not support a softcap.
-
-    Raises:
-        KernelError: There is a softcap.
-    """
+    """Return pattern and scale, for a kernel without a softcap; KernelError if there is one."""
     if scoring.softcap is not None:
         raise unable(kernel, unless_able(frozenset({"softcap"})))
     return scoring.pattern, scoring.scale
 
 
 def unless_repeating(deterministic: bool, kernel: str, reason: str) -> None:
-    """Refuse a deterministic backward, for a kernel that does not support it.
-
-    Raises:
-        KernelError: `deterministic` is True.
-    """
+    """Raise KernelError for a deterministic backward, in a kernel that does not support it."""
     if deterministic:
         raise unable(kernel, reason)
 

@@ -33,13 +33,7 @@ def causal_conv(
 
 
 def causal_conv_gradients(
-    grad: Tensor,
-    x: Tensor,
-    halos: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pieces: Pieces,
-    activation: str | None,
+    grad: Tensor, x: Tensor, halos: Tensor, weight: Tensor, bias: Tensor | None, pieces: Pieces, activation: str | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of x, halos, weight and bias, given that of the output of `causal_conv`.
 

@@ -46,7 +46,7 @@ def all_fragments(edges: tuple[int, ...], device: torch.device) -> Fragments:
 
 
 def chosen_spans(
-    edges: tuple[int, ...], chosen: tuple[int, ...], device: torch.device, empty: tuple[int, ...] = ()
+    edges: tuple[int, ...], chosen: tuple[int, ...], device: torch.device, empty: tuple[int, ...]
 ) -> Spans:
     """Return the tokens of some of the fragments between edges, without waiting for the device.
 

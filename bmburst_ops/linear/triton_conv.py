@@ -40,13 +40,7 @@ def causal_conv(
 
 
 def causal_conv_gradients(
-    grad: Tensor,
-    x: Tensor,
-    halos: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pieces: Pieces,
-    activation: str | None,
+    grad: Tensor, x: Tensor, halos: Tensor, weight: Tensor, bias: Tensor | None, pieces: Pieces, activation: str | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """See `bmburst_ops.linear.conv.causal_conv_gradients`."""
     grad, x, halos, weight = grad.contiguous(), x.contiguous(), halos.contiguous(), weight.contiguous()

@@ -56,8 +56,6 @@ def record_first_calls(monkeypatch, kernel):
     """Let the work of the first call in a place run again in later calls there, as a CUDA graph does; return it."""
     first = {}
     take_recordings(
-        monkeypatch,
-        kernel,
-        lambda *where: SimpleNamespace(run=lambda work, _varying: first.setdefault(where, work)()),
+        monkeypatch, kernel, lambda *where: SimpleNamespace(run=lambda work, _varying: first.setdefault(where, work)())
     )
     return first

@@ -12,6 +12,7 @@ import bmburst
 from bmburst.attention import call as decided
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
+from bmburst.comm.groups import communicator
 from bmburst.comm.transports import double_ring_groups
 from bmburst.schedule.cross import CrossMask
 from bmburst.schedule.tiles import make_tiles
@@ -182,8 +183,6 @@ def test_equal_sequences_are_self_attention():
 
 @on_processes(2)
 def test_over_processes():
-    from bmburst.comm.groups import communicator
-
     for strategy in ("auto", "heads", "gather", "burst"):
         attend(communicator(None), strategy, CASES[::29])
 
@@ -199,8 +198,6 @@ def test_over_five_processes(seed, strategy):
 
 
 def _over_five_processes(strategy, cases):
-    from bmburst.comm.groups import communicator
-
     attend(communicator(None), strategy, cases)
 
 

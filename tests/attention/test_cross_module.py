@@ -7,6 +7,7 @@ import bmburst
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.mesh import Mesh
 from bmburst.recompute import checkpoint
+from tests import lazy
 from tests.attention.counting import watch_forward
 from tests.attention.cross_oracle import compare, layout_of, local, problem
 from tests.distributed.programs import on_program
@@ -35,17 +36,14 @@ def attended(comm, mask, attend, policy="none"):
 
 
 def close(pairs):
-    for got, wanted in zip(*pairs, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*pairs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @on_program()
 def test_the_module_takes_the_length_of_keys_at_each_call(size: int) -> None:
-    from bmburst.attention.module import BurstAttention
-
     comm = Mesh.over_bmtrain().sequence
-    module = BurstAttention(mask="full", layout=LAYOUTS[0], key_layout=LAYOUTS[1], group=comm)
+    module = lazy.BurstAttention(mask="full", layout=LAYOUTS[0], key_layout=LAYOUTS[1], group=comm)
     close(attended(comm, "full", lambda q, k, v: module(q, k, v, QUERIES, None, KEYS)))
     close(attended(comm, PAIRED, lambda q, k, v: module(q, k, v, QUERIES, PAIRED, key_length=KEYS)))
 

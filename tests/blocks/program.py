@@ -15,13 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bmburst.attention.options import AttentionOptions
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import RopeScaling
+from bmburst.checkpoint.hugging_face import load, read_config, save
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import SequenceShard
 from bmburst_ops.flash import BackwardInputs, Gradients, Kernel, Partial, Scoring
-from tests import tiny
+from bmburst_ops.rms_norm import choose_norm
+from tests import lazy, tiny
 from tests.refusals import refusal_of
 
 TOKENS = 37  # odd, and padded on 2 and 4 ranks
@@ -149,12 +151,8 @@ def run_products(folder: Path, output: Path) -> None:
 
 
 def _load(directory: Path, mesh: Mesh, layout: str = "zigzag", mask: str = "causal", **options: Any) -> Any:
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.model import Llama
-    from bmburst.checkpoint.hugging_face import load, read_config
-
-    attention = partial(BurstAttention, mask=mask, layout=layout, group=mesh.sequence)
-    model = Llama(read_config(directory), attention=attention, seed=None, **options)
+    attention = partial(lazy.BurstAttention, mask=mask, layout=layout, group=mesh.sequence)
+    model = lazy.Llama(read_config(directory), attention=attention, seed=None, **options)
     load(model, directory)
     return model
 
@@ -187,8 +185,6 @@ def _gradients(directory: Path, mesh: Mesh, **options: Any) -> dict[str, Tensor 
     """Loss and gradients as training forms them, on one rank's labels after the other, with BMTrain's factor."""
     from bmtrain import world_size
 
-    from bmburst.zero import gather, named_shards
-
     model = _load(directory, mesh, loss_chunk=3, **options)
     batch = _cut(mesh, "zigzag").batch(*data())
     loss_sum = model.loss(batch.tokens, batch.positions, batch.labels, TOKENS)
@@ -196,48 +192,38 @@ def _gradients(directory: Path, mesh: Mesh, **options: Any) -> dict[str, Tensor 
     loss = global_mean(loss_sum, int(valid), world_size())
     (loss / world_size()).backward()  # the division is OptimManager.scale_loss
     found: dict[str, Tensor | float] = {"loss": mesh.sum(loss.item()) / world_size()}
-    for shard in named_shards(model):
-        grad = gather(shard, shard.parameter.grad)
-        in_storage = gather(shard, shard.storage.grad)  # what an optimizer over storages sees
+    for shard in lazy.named_shards(model):
+        grad = lazy.gather(shard, shard.parameter.grad)
+        in_storage = lazy.gather(shard, shard.storage.grad)  # what an optimizer over storages sees
         assert torch.equal(grad, in_storage)
         found[shard.name] = grad
     return found
 
 
 def _fresh() -> dict[str, Tensor]:
-    from bmburst.blocks.model import Llama
-    from bmburst.zero import gather, named_shards
-
     return {
-        f"{seed} {dtype} {shard.name}": gather(shard)
+        f"{seed} {dtype} {shard.name}": lazy.gather(shard)
         for seed in (0, 1)
         for dtype in (torch.float32, torch.bfloat16)
-        for shard in named_shards(Llama(_PLAIN, seed=seed, dtype=dtype))
+        for shard in lazy.named_shards(lazy.Llama(_PLAIN, seed=seed, dtype=dtype))
     }
 
 
 def _fresh_minicpm() -> dict[str, Tensor]:
-    from bmburst.blocks.model import Llama
-    from bmburst.zero import gather, named_shards
-
-    return {shard.name: gather(shard) for shard in named_shards(Llama(CONFIGS["minicpm-untied"], seed=0))}
+    return {
+        shard.name: lazy.gather(shard) for shard in lazy.named_shards(lazy.Llama(CONFIGS["minicpm-untied"], seed=0))
+    }
 
 
 def _biases() -> dict[str, float]:
     """The largest number in each fresh bias."""
-    from bmburst.blocks.model import Llama
-    from bmburst.zero import gather, named_shards
-
-    biases = (each for each in named_shards(Llama(CONFIGS["qwen2"], seed=0)) if each.name.endswith("bias"))
-    return {shard.name: gather(shard).abs().max().item() for shard in biases}
+    biases = (each for each in lazy.named_shards(lazy.Llama(CONFIGS["qwen2"], seed=0)) if each.name.endswith("bias"))
+    return {shard.name: lazy.gather(shard).abs().max().item() for shard in biases}
 
 
 def _undecayed() -> tuple[list[str], bool]:
     """Names without weight decay, and whether ZeRO keeps them in storages of their own, as an optimizer needs it."""
-    from bmburst.blocks.model import Llama
-    from bmburst.zero import named_shards
-
-    shards = named_shards(Llama(_PLAIN, seed=None))
+    shards = lazy.named_shards(lazy.Llama(_PLAIN, seed=None))
     undecayed = [shard for shard in shards if shard.group == "no_decay"]
     storages = {id(shard.storage) for shard in undecayed}
     apart = storages.isdisjoint(id(shard.storage) for shard in shards if shard.group is None)
@@ -246,19 +232,16 @@ def _undecayed() -> tuple[list[str], bool]:
 
 def _moved() -> list[str]:
     """Names of the parameters for which gather and scatter, of everything laid out like them, are no inverses."""
-    from bmburst.blocks.model import Llama
-    from bmburst.zero import gather, named_shards, scatter
-
     wrong = []
-    for shard in named_shards(Llama(_PLAIN, seed=None)):
+    for shard in lazy.named_shards(lazy.Llama(_PLAIN, seed=None)):
         full = torch.randn(shard.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-        scatter(shard, full)
+        lazy.scatter(shard, full)
         for owner in (shard.parameter, shard.storage):
             like = torch.zeros_like(owner, dtype=torch.float64) if shard.count else None
             if like is not None:
-                scatter(shard, full, like)
-            everywhere = gather(shard, like, dtype=torch.float64)
-            at_last = gather(shard, like, dtype=torch.float64, root=len(shard.ranges) - 1)
+                lazy.scatter(shard, full, like)
+            everywhere = lazy.gather(shard, like, dtype=torch.float64)
+            at_last = lazy.gather(shard, like, dtype=torch.float64, root=len(shard.ranges) - 1)
             assert (at_last is None) == (shard.rank != len(shard.ranges) - 1)
             if not torch.equal(everywhere, full) or (at_last is not None and not torch.equal(at_last, full)):
                 wrong.append(shard.name)
@@ -268,17 +251,15 @@ def _moved() -> list[str]:
             wrong.append(f"{shard.name} of another dtype")
         if shard.count and _gathers(shard, torch.zeros(shard.storage.numel() + 1)):
             wrong.append(f"{shard.name} of another layout")
-        if not torch.equal(gather(shard), full.float()):
+        if not torch.equal(lazy.gather(shard), full.float()):
             wrong.append(f"{shard.name} itself")
     return wrong
 
 
 def _gathers(shard: Any, like: Tensor | None) -> bool:
     """Whether `gather` takes a tensor that does not fit; refused before anything is sent, so one rank may try."""
-    from bmburst.zero import gather
-
     try:
-        gather(shard, like)
+        lazy.gather(shard, like)
     except ValueError:
         return False
     return True
@@ -286,9 +267,7 @@ def _gathers(shard: Any, like: Tensor | None) -> bool:
 
 def _gathered() -> tuple[int, int, int]:
     """Return the number of storages that blocks gather, of those alive after forward, and of those after backward."""
-    from bmburst.blocks.model import Llama
-
-    model = Llama(replace(_PLAIN, num_layers=4), seed=0)
+    model = lazy.Llama(replace(_PLAIN, num_layers=4), seed=0)
     gathered = []
 
     def remember(module: torch.nn.Module, *_: object) -> None:
@@ -320,11 +299,9 @@ class _Products(TorchDispatchMode):
 
 def _products() -> list[tuple[int, int]]:
     """Products forward and backward: without recompute, with it, and with it in 4 chunks."""
-    from bmburst.blocks.model import Llama
-
     found = []
     for policy, chunk in (("none", 0), ("block", 0), ("block", 10)):
-        model = Llama(_PLAIN, seed=0, recompute=policy, mlp_chunk=chunk)
+        model = lazy.Llama(_PLAIN, seed=0, recompute=policy, mlp_chunk=chunk)
         tokens = torch.zeros(1, 40, dtype=torch.int64)
         with _Products() as products:
             loss = model.loss(tokens, torch.arange(40)[None], tokens)
@@ -336,11 +313,8 @@ def _products() -> list[tuple[int, int]]:
 
 def _norms() -> list[str]:
     """The kernels that norms ask for, of a model made with one by name, and of those made without."""
-    from bmburst.blocks.model import Llama
-    from bmburst_ops.rms_norm import choose_norm
-
     tokens, found = torch.zeros(1, 4, dtype=torch.int64), []
-    for model in (Llama(CONFIGS["qwen3"], norm_kernel="torch"), Llama(CONFIGS["minicpm"])):
+    for model in (lazy.Llama(CONFIGS["qwen3"], norm_kernel="torch"), lazy.Llama(CONFIGS["minicpm"])):
         chosen = Mock(side_effect=choose_norm)
         with patch("bmburst_ops.rms_norm.choose_norm", chosen):
             model(tokens, torch.arange(4)[None])
@@ -368,46 +342,33 @@ class _Noting:
 
 def _compiled() -> list[Any]:
     """What kernels are given when they are compiled ahead: with all masks, forward and backward."""
-    from bmburst.attention.module import BurstAttention
-
     noted: list[Any] = []
     kernel_for = AttentionOptions.kernel_for
     with patch.object(AttentionOptions, "kernel_for", lambda *given: _Noting(kernel_for(*given), noted)):
         for window, packed in ((None, False), (None, True), (700, False)):
-            BurstAttention().compile_kernels(2, 1, 8, torch.float32, window=window, packed=packed)
+            lazy.BurstAttention().compile_kernels(2, 1, 8, torch.float32, window=window, packed=packed)
     return noted
 
 
 def _export(folder: Path, output: Path) -> None:
-    from bmburst.blocks.model import Llama
-    from bmburst.checkpoint.hugging_face import load, read_config, save
-
     for name in EXPORTED:
-        model = Llama(read_config(folder / name), seed=None)
+        model = lazy.Llama(read_config(folder / name), seed=None)
         load(model, folder / name)
         save(model, output / name)
 
 
 def _bmtrain_checkpoint(output: Path, size: int) -> bool:
     """Whether BMTrain's own save and load work on the model: they break on buffers."""
-    import bmtrain as bmt
-
-    from bmburst.blocks.model import Llama
-    from bmburst.zero import named_shards
-
-    first, second = Llama(_PLAIN, seed=0), Llama(_PLAIN, seed=1)
-    bmt.save(first, str(output / "model.pt"))
-    bmt.load(second, str(output / "model.pt"))
-    pairs = zip(named_shards(first), named_shards(second), strict=True)
+    first, second = lazy.Llama(_PLAIN, seed=0), lazy.Llama(_PLAIN, seed=1)
+    lazy.bmt.save(first, str(output / "model.pt"))
+    lazy.bmt.load(second, str(output / "model.pt"))
+    pairs = zip(lazy.named_shards(first), lazy.named_shards(second), strict=True)
     return all(torch.equal(a.local(), b.local()) for a, b in pairs)
 
 
 def _problems(folder: Path, output: Path) -> dict[str, str]:
     """What this rank is told about bad input."""
-    from bmburst.blocks.model import Llama
-    from bmburst.checkpoint.hugging_face import load, save
-
-    model = Llama(_PLAIN, seed=0)
+    model = lazy.Llama(_PLAIN, seed=0)
     (output / "file").touch()
     tokens, _ = data()
     positions = torch.arange(TOKENS).expand(2, -1)
@@ -417,14 +378,14 @@ def _problems(folder: Path, output: Path) -> dict[str, str]:
         "unwritable": lambda: save(model, output / "file" / "below"),
         "token": lambda: model(tokens + 30, positions),
         "misfit": lambda: model(tokens, positions[:, :-1]),
-        "recompute": lambda: Llama(_PLAIN, recompute="blocks"),
-        "layers": lambda: Llama(_PLAIN, recompute="block+first-2"),
-        "chunk": lambda: Llama(_PLAIN, loss_chunk=0),
-        "mlp": lambda: Llama(_PLAIN, mlp_chunk=-1),
-        "zero": lambda: Llama(_PLAIN, zero_level=1),
-        "norm": lambda: Llama(_PLAIN, norm_kernel="cpm-kernel"),
-        "norm here": lambda: Llama(CONFIGS["qwen3"], dtype=torch.float16, norm_kernel="cpm-kernels"),
+        "recompute": lambda: lazy.Llama(_PLAIN, recompute="blocks"),
+        "layers": lambda: lazy.Llama(_PLAIN, recompute="block+first-2"),
+        "chunk": lambda: lazy.Llama(_PLAIN, loss_chunk=0),
+        "mlp": lambda: lazy.Llama(_PLAIN, mlp_chunk=-1),
+        "zero": lambda: lazy.Llama(_PLAIN, zero_level=1),
+        "norm": lambda: lazy.Llama(_PLAIN, norm_kernel="cpm-kernel"),
+        "norm here": lambda: lazy.Llama(CONFIGS["qwen3"], dtype=torch.float16, norm_kernel="cpm-kernels"),
         "balanced": lambda: _load(folder / "mistral", Mesh.over_bmtrain(), "balanced"),
-        "length": lambda: Llama(CONFIGS["dynamic"], seed=0)(tokens, positions),
+        "length": lambda: lazy.Llama(CONFIGS["dynamic"], seed=0)(tokens, positions),
     }
     return {name: refusal_of(attempt) for name, attempt in attempts.items()}

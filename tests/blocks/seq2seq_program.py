@@ -12,6 +12,7 @@ from bmburst.blocks.seq2seq_config import Pairs, Seq2SeqConfig
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh
 from bmburst.sequence import unshard
+from tests import lazy
 from tests.refusals import refused
 
 SIZES: dict[str, Any] = {
@@ -111,10 +112,7 @@ def run(weights: Path, output: Path, names: Sequence[str]) -> None:
 def _case(case: Case, weights: dict[str, Tensor], mesh: Mesh) -> dict[str, Any]:
     from bmtrain import world_size
 
-    from bmburst.blocks.seq2seq import Seq2Seq
-    from bmburst.zero import gather, named_shards
-
-    model = Seq2Seq(
+    model = lazy.Seq2Seq(
         Seq2SeqConfig(**SIZES, scale_embedding=case.scaled),
         source_layout=case.layouts[0],
         target_layout=case.layouts[1],
@@ -142,38 +140,32 @@ def _case(case: Case, weights: dict[str, Tensor], mesh: Mesh) -> dict[str, Any]:
     loss = global_mean(loss_sum, valid, world_size())
     (loss / world_size()).backward()  # the division is OptimManager.scale_loss
     logits = unshard(logits, layout=case.layouts[1], length=case.lengths[1], group=mesh.sequence)
-    gradients = {shard.name: gather(shard, shard.parameter.grad) for shard in named_shards(model)}
+    gradients = {shard.name: lazy.gather(shard, shard.parameter.grad) for shard in lazy.named_shards(model)}
     return {"logits": logits, "loss": mesh.sum(loss.item()) / world_size(), "gradients": gradients}
 
 
 def learn(output: Path, steps: int) -> None:
     """Learn to reverse sequences, and leave the loss of each step."""
-    import bmtrain as bmt
-
-    from bmburst.blocks.seq2seq import Seq2Seq
-
     mesh = Mesh.over_bmtrain()
     sizes = {**SIZES, "encoder_layers": 1, "decoder_layers": 1, "d_model": 32}
-    model = Seq2Seq(Seq2SeqConfig(**sizes, init_std=0.1), group=mesh.sequence, dtype=torch.float64)
-    manager = bmt.optim.OptimManager(loss_scale=None)  # BMTrain's own optimizers take no fp64
+    model = lazy.Seq2Seq(Seq2SeqConfig(**sizes, init_std=0.1), group=mesh.sequence, dtype=torch.float64)
+    manager = lazy.bmt.optim.OptimManager(loss_scale=None)  # BMTrain's own optimizers take no fp64
     manager.add_optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
     generator, losses = torch.Generator().manual_seed(0), []
     for _ in range(steps):
         tokens = torch.randint(3, SIZES["vocab_size"], (32, 7), generator=generator)
         labels = torch.cat((tokens.flip(1), torch.full((32, 1), 2)), 1)
-        loss = global_mean(model.loss(model.cut.batch(tokens, labels)), labels.numel(), bmt.world_size())
+        loss = global_mean(model.loss(model.cut.batch(tokens, labels)), labels.numel(), lazy.bmt.world_size())
         manager.backward(loss)
         manager.step()
         manager.zero_grad()
-        losses.append(mesh.sum(loss.item()) / bmt.world_size())
+        losses.append(mesh.sum(loss.item()) / lazy.bmt.world_size())
     if mesh.rank == 0:
         torch.save(losses, output)
 
 
 def refusals() -> None:
     """See what is said of bad configurations, options, weights and sequences."""
-    from bmburst.blocks.seq2seq import Seq2Seq
-
     for name, value in (("d_model", 16.0), ("vocab_size", "19"), ("pad_token_id", "a")):
         with refused(f"{name} | whole number | {value!r}"):
             Seq2SeqConfig(**{**SIZES, name: value})
@@ -215,8 +207,8 @@ def refusals() -> None:
         ({"attention": {"strategy": "rings"}}, "'rings' | ring"),
     ):
         with refused(words):
-            Seq2Seq(config, **options)
-    model = Seq2Seq(config)
+            lazy.Seq2Seq(config, **options)
+    model = lazy.Seq2Seq(config)
     weights = model.weights()
     name = "model.decoder.layers.1.encoder_attn.k_proj.bias"
     with refused(f"{name} | missing | [16]"):
@@ -234,13 +226,11 @@ def refusals() -> None:
 
 def bad_batches() -> None:
     """See what is said of layouts and batches that do not fit, on every rank."""
-    from bmburst.blocks.seq2seq import Seq2Seq
-
     mesh = Mesh.over_bmtrain()
     config = Seq2SeqConfig(**SIZES)
     with refused("'contiguous' | 2 ranks | zigzag (0.5)"):
-        Seq2Seq(config, group=mesh.sequence, target_layout="contiguous", recompute="block-keep-attention:0.5")
-    model = Seq2Seq(config, group=mesh.sequence)
+        lazy.Seq2Seq(config, group=mesh.sequence, target_layout="contiguous", recompute="block-keep-attention:0.5")
+    model = lazy.Seq2Seq(config, group=mesh.sequence)
     with refused("Seq2SeqBatch | Tensor | model.cut.batch"):
         model.loss(torch.zeros(2, 7))
     cut = model.cut
@@ -283,7 +273,5 @@ def bad_batches() -> None:
 
 def tensor_parallelism() -> None:
     """See that ranks that share matrices are refused."""
-    from bmburst.blocks.seq2seq import Seq2Seq
-
     with refused("tensor parallelism 2 | encoder-decoder | tensor=1"):
-        Seq2Seq(Seq2SeqConfig(**SIZES))
+        lazy.Seq2Seq(Seq2SeqConfig(**SIZES))

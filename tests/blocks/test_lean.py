@@ -11,8 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import bmburst
 from bmburst.blocks import config as block_config
 from bmburst.blocks.config import kv_heads_at_once
+from bmburst.mesh import Mesh
+from bmburst.recompute.host_store import HostStore, OffloadGroup
 from bmburst.schedule.documents import Documents
-from tests import tiny
+from tests import lazy, tiny
 from tests.attention.counting import count_forward, watch_forward
 from tests.distributed.programs import on_program, run_program
 from tests.pairs import in_turn, long
@@ -47,14 +49,9 @@ def models(families):
 
 def step(config, policy, dtype, *, batch=2, mask=None, chunk=None, attention=None, zero=3):
     """Return the loss, the gradients of this rank's parts, and the loss without gradients."""
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.model import Llama
-    from bmburst.mesh import Mesh
-    from bmburst.zero import named_shards
-
     mesh = Mesh.over_bmtrain()
-    attention = attention or partial(BurstAttention, group=mesh.sequence)
-    model = Llama(config, attention=attention, dtype=dtype, recompute=policy, mlp_chunk=chunk, zero_level=zero)
+    attention = attention or partial(lazy.BurstAttention, group=mesh.sequence)
+    model = lazy.Llama(config, attention=attention, dtype=dtype, recompute=policy, mlp_chunk=chunk, zero_level=zero)
     shard = bmburst.SequenceShard.cut(TOKENS, layout="zigzag", size=mesh.shape.sequence, rank=mesh.sequence_rank)
     ids = torch.randint(config.vocab_size, (batch, TOKENS), generator=torch.Generator().manual_seed(1))
     given = shard.batch(ids)
@@ -64,7 +61,8 @@ def step(config, policy, dtype, *, batch=2, mask=None, chunk=None, attention=Non
     loss = model.loss(*inputs)
     loss.backward()
     torch.cuda.current_stream().synchronize()
-    return loss.detach(), {shard.name: shard.local(shard.storage.grad).clone() for shard in named_shards(model)}, again
+    gradients = {shard.name: shard.local(shard.storage.grad).clone() for shard in lazy.named_shards(model)}
+    return loss.detach(), gradients, again
 
 
 def require_equal(got, wanted, dtype, what):
@@ -102,8 +100,6 @@ def test_gradients_are_those_of_blocks_that_keep_everything(size, rows, families
 @on_program()
 def test_a_block_that_saves_everything_prefetches_for_the_one_before(size):
     """Its backward begins with that: the products of a block hide the copies."""
-    from bmburst.recompute.host_store import HostStore, OffloadGroup
-
     config, fetched = tiny.config(num_layers=5, num_heads=6, num_kv_heads=3), []
     wanted = step(config, "none", torch.float64)
     prefetcher, start_fetch = HostStore.prefetcher, OffloadGroup.start_fetch
@@ -175,9 +171,7 @@ def test_attention_of_a_segment_runs_again_once():
 
 @on_program(1)
 def test_a_segment_has_one_backward():
-    from bmburst.blocks.model import Llama
-
-    model = Llama(tiny.config(num_layers=3), recompute="block+every-2")
+    model = lazy.Llama(tiny.config(num_layers=3), recompute="block+every-2")
     ids = torch.zeros(1, 8, dtype=torch.int64)
     loss = model.loss(ids, torch.arange(8)[None], ids)
     loss.backward(retain_graph=True)
@@ -187,9 +181,6 @@ def test_a_segment_has_one_backward():
 
 @on_program(1)
 def test_a_loss_that_is_dropped_frees_host_memory_at_once():
-    from bmburst.blocks.model import Llama
-    from bmburst.recompute.host_store import HostStore, OffloadGroup
-
     made: list[weakref.ref[OffloadGroup]] = []
     new_group = HostStore.new_group
 
@@ -204,7 +195,7 @@ def test_a_loss_that_is_dropped_frees_host_memory_at_once():
         "block-keep-attention+offload-mlp-first-2": 2,
         "block+every-2+keep-attention-last-2+offload-first-3+offload-attention-first-3": 3,
     }.items():
-        model = Llama(tiny.config(num_layers=3), recompute=policy)
+        model = lazy.Llama(tiny.config(num_layers=3), recompute=policy)
         made.clear()
         gc.disable()  # what a cycle of references holds is not free
         try:
@@ -242,19 +233,16 @@ def _masks_of_a_batch(mask, policies):
 @on_program()
 def test_every_strategy_attends_with_some_heads_at_a_time(size, strategies):
     """And with each head as often as where all attend at once; without gradients, forward and backward."""
-    from bmburst.attention.module import BurstAttention
-    from bmburst.mesh import Mesh
-
     config, seen = tiny.config(num_layers=3, num_heads=4 * size, num_kv_heads=2 * size, head_dim=4), []
     group = Mesh.over_bmtrain().sequence
-    attention = partial(BurstAttention, group=group, softcap=5.0)
+    attention = partial(lazy.BurstAttention, group=group, softcap=5.0)
     wanted = step(config, "none", torch.float64, attention=attention)
     times = {"block": 3 + 3 + 3, "block-keep-attention": 3 + 3, "block+every-2+keep-attention-last-2": 3 + 3 + 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_config, "GROUP_ROWS", 1)
         watch_forward(patch, lambda call, inputs, _: seen.append((call.strategy.ulysses_degree, inputs[1].shape[2])))
         for strategy in strategies:
-            attention = partial(BurstAttention, group=group, softcap=5.0, strategy=strategy)
+            attention = partial(lazy.BurstAttention, group=group, softcap=5.0, strategy=strategy)
             for policy, attended in times.items():
                 seen.clear()
                 got = step(config, policy, torch.float64, attention=attention, chunk=11)

@@ -11,8 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bmburst
 from bmburst.blocks import config as block_config
 from bmburst.blocks.config import TARGETS, LoRAConfig
+from bmburst.checkpoint import adapter, hugging_face
+from bmburst.checkpoint.hugging_face import expected_shapes
+from bmburst.cli import main
+from bmburst.mesh import Mesh
 from bmburst.train.config import ParallelConfig, TrainConfig
-from tests import tiny
+from bmburst_ops import nf4
+from tests import lazy, tiny
 from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
 from tests.refusals import refused, says
@@ -52,8 +57,6 @@ def write(folder, family="llama", lora=LORAS[0], **changes):
 
 def in_4bit(folder):
     """Move the base aside, put the one in its place that its codes stand for, and return it."""
-    from bmburst_ops import nf4
-
     (folder / "base").rename(folder / "original")
     model = tiny.load(folder / "original")
     for name, weight in model.named_parameters():
@@ -65,15 +68,9 @@ def in_4bit(folder):
 
 def ours(folder, config, lora, policy, dtype, strategy="auto", **more):
     """Return the loss of all ranks and the gradients by PEFT's names; check that no other weight has one."""
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.model import Llama
-    from bmburst.checkpoint import adapter, hugging_face
-    from bmburst.mesh import Mesh
-    from bmburst.zero import gather, gradient_of, named_shards
-
     mesh = Mesh.over_bmtrain()
-    attention = partial(BurstAttention, group=mesh.sequence, strategy=strategy)
-    model = Llama(config, attention=attention, recompute=policy, lora=lora, dtype=dtype, **more)
+    attention = partial(lazy.BurstAttention, group=mesh.sequence, strategy=strategy)
+    model = lazy.Llama(config, attention=attention, recompute=policy, lora=lora, dtype=dtype, **more)
     hugging_face.load(model, folder / ("original" if lora.is_4bit else "base"))
     adapter.load(model, folder / "adapter")
     ids, *_ = torch.load(folder / "peft.pt")
@@ -84,11 +81,11 @@ def ours(folder, config, lora, policy, dtype, strategy="auto", **more):
     loss.backward()
     torch.cuda.current_stream().synchronize()
     require_freed(model)
-    shards = named_shards(model)
+    shards = lazy.named_shards(model)
     frozen = [each for each in shards if not adapter.is_adapter(each.name)]
     assert all(each.storage.grad is None and not each.storage.requires_grad for each in frozen)
     trained = [each for each in shards if adapter.is_adapter(each.name)]
-    grads = {adapter.peft_name(each.name): gather(each, gradient_of(each)) for each in trained}
+    grads = {adapter.peft_name(each.name): lazy.gather(each, lazy.gradient_of(each)) for each in trained}
     return mesh.sum(loss.item()), grads
 
 
@@ -167,23 +164,17 @@ def test_a_base_in_4_bits_is_refused_where_it_has_no_meaning():
 
 def require_sharded(config):
     """Check that a rank holds its share of the bytes, and that fresh weights are those of any number of ranks."""
-    import bmtrain as bmt
-
-    from bmburst.blocks.model import Llama
-    from bmburst.zero import gather, named_shards
-    from bmburst_ops import nf4
-
-    made = Llama(config, lora=FOUR_BIT, dtype=torch.bfloat16)
-    storages = {id(each.storage): each.storage for each in named_shards(made) if each.name.endswith(".nf4")}
-    matrices = [each.shape for each in named_shards(Llama(config)) if each.name.endswith("_proj.weight")]
+    made = lazy.Llama(config, lora=FOUR_BIT, dtype=torch.bfloat16)
+    storages = {id(each.storage): each.storage for each in lazy.named_shards(made) if each.name.endswith(".nf4")}
+    matrices = [each.shape for each in lazy.named_shards(lazy.Llama(config)) if each.name.endswith("_proj.weight")]
     words = sum(nf4.Layout(rows * columns).words for rows, columns in matrices)
     held = sum(each.numel() for each in storages.values())
-    assert 0 <= held - words / bmt.world_size() <= 128 * len(matrices)  # BMTrain aligns each matrix
-    whole = {each.name: gather(each) for each in named_shards(Llama(config, dtype=torch.bfloat16))}
-    for shard in named_shards(made):
+    assert 0 <= held - words / lazy.bmt.world_size() <= 128 * len(matrices)  # BMTrain aligns each matrix
+    whole = {each.name: lazy.gather(each) for each in lazy.named_shards(lazy.Llama(config, dtype=torch.bfloat16))}
+    for shard in lazy.named_shards(made):
         if shard.name.endswith(".nf4"):
             wanted = nf4.quantize(whole[f"{shard.name.removesuffix('.nf4')}.weight"])
-            assert torch.equal(gather(shard).view(torch.int32), wanted.view(torch.int32))
+            assert torch.equal(lazy.gather(shard).view(torch.int32), wanted.view(torch.int32))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", *long("mistral")])
@@ -202,10 +193,8 @@ def test_tensor_ranks_share_adapters(tmp_path):
 
 
 def _tensor_ranks_share_adapters(folder, config):
-    from bmburst.blocks.model import Llama
-
     with refused("lora.base 4bit", "tensor_parallel 2", "--tensor-parallel 1"):
-        Llama(config, lora=FOUR_BIT)
+        lazy.Llama(config, lora=FOUR_BIT)
     policies = ("none", "block", "block-keep-attention+offload")
     require_equal(folder, config, LORAS[1], *((policy, {"mlp_chunk": n}) for policy in policies for n in (None, 7)))
 
@@ -253,13 +242,10 @@ def test_no_gradient_of_a_frozen_weight_is_computed(family):
 
 
 def _no_gradient_of_a_frozen_weight_is_computed(config):
-    from bmburst.blocks.model import Llama
-    from bmburst.checkpoint.hugging_face import expected_shapes
-
     ids = torch.arange(52).view(2, 26)
     for lora, is_frozen in ((None, False), (LORAS[0], True), (LORAS[1], True)):
         for policy, chunk in (("none", None), ("none", 7), ("block", None), ("block-keep-attention", 7)):
-            model = Llama(config, recompute=policy, lora=lora, mlp_chunk=chunk)
+            model = lazy.Llama(config, recompute=policy, lora=lora, mlp_chunk=chunk)
             shapes = set(expected_shapes(config).values())
             with Products() as seen:
                 model.loss(ids, ids, ids).backward()
@@ -272,15 +258,12 @@ def _no_gradient_of_a_frozen_weight_is_computed(config):
 
 @on_program(1)
 def test_a_new_adapter_changes_nothing_and_begins_as_pefts_do():
-    from bmburst.blocks.model import Llama
-    from bmburst.zero import gather, named_shards
-
     config = tiny.config(**SIZES)
-    plain, adapted = Llama(config), Llama(config, lora=LORAS[1])
+    plain, adapted = lazy.Llama(config), lazy.Llama(config, lora=LORAS[1])
     ids = torch.arange(40).view(1, -1)
     assert torch.equal(plain.logits(ids, ids), adapted.logits(ids, ids))
-    for shard in named_shards(adapted):
-        numbers = gather(shard)
+    for shard in lazy.named_shards(adapted):
+        numbers = lazy.gather(shard)
         if shard.name.endswith("lora_A"):
             bound = shard.shape[1] ** -0.5
             assert 0.8 * bound < numbers.abs().max() <= bound
@@ -301,21 +284,14 @@ def test_a_new_adapter_does_not_hang_on_the_ranks(tmp_path):
 
 
 def _write_new_adapter(path):
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.model import Llama
-    from bmburst.mesh import Mesh
-    from bmburst.zero import gather, named_shards
-
     config = tiny.config(**{**SIZES, "num_heads": 4, "num_kv_heads": 2})
-    attention = partial(BurstAttention, group=Mesh.over_bmtrain().sequence)
-    model = Llama(config, attention=attention, lora=LORAS[1], seed=7)
-    torch.save({each.name: gather(each) for each in named_shards(model) if ".lora_" in each.name}, path)
+    attention = partial(lazy.BurstAttention, group=Mesh.over_bmtrain().sequence)
+    model = lazy.Llama(config, attention=attention, lora=LORAS[1], seed=7)
+    torch.save({each.name: lazy.gather(each) for each in lazy.named_shards(model) if ".lora_" in each.name}, path)
 
 
 def test_merged_weights_are_pefts(tmp_path):
     from peft import PeftModel
-
-    from bmburst.cli import main
 
     write(tmp_path, lora=LORAS[1])
     words = ["convert", str(tmp_path / "adapter"), str(tmp_path / "merged"), "--to", "huggingface", "--merge"]
@@ -331,8 +307,6 @@ def test_merged_weights_are_pefts(tmp_path):
 
 
 def test_what_is_no_adapter_is_refused(tmp_path, capsys):
-    from bmburst.cli import main
-
     write(tmp_path)
 
     def refusal(source, *words):

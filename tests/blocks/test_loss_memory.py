@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bmburst.blocks.presets import PRESETS
+from tests import lazy
 from tests.distributed.programs import on_program
 
 MODEL = replace(PRESETS["llama-tiny"], num_layers=1)
@@ -20,10 +21,9 @@ def test_an_embedding_that_is_not_the_head_is_gone():
 def embedding_lives(tied):
     import torch
 
-    from bmburst.attention.module import BurstAttention
     from bmburst.blocks import model as blocks
 
-    llama = blocks.Llama(replace(MODEL, tie_embeddings=tied), attention=BurstAttention)
+    llama = blocks.Llama(replace(MODEL, tie_embeddings=tied), attention=lazy.BurstAttention)
     look_up, loss_of, given, alive = blocks.rows_of, blocks.token_loss_sum, [], []
 
     def rows_of(ids, table, **options):

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from bmburst_ops.linears import LaterProducts
+from tests import lazy
 from tests.distributed.programs import run_program
 
 WIDTHS = [18, 13, 19, 17, 12]  # 4 blocks of different sizes
@@ -118,12 +120,10 @@ class Made(TorchFunctionMode):
 @contextmanager
 def _calls():
     """Count collectives."""
-    import bmtrain as bmt
-
     calls = Counter()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("allGather", "reduceScatter"):
-            patch.setattr(bmt.nccl, name, _counted(getattr(bmt.nccl, name), name, calls))
+            patch.setattr(lazy.bmt.nccl, name, _counted(getattr(lazy.bmt.nccl, name), name, calls))
         yield calls
 
 
@@ -137,31 +137,25 @@ def _counted(function, name, calls):
 
 def _blocks(widths, level, *, bias=False, leaves=False):
     """Return a list of linear blocks, of BMTrain's class if `level` is None; `leaves`: they can leave gradients."""
-    import bmtrain as bmt
-
-    from bmburst.blocks.gathering import GatherMemory
-    from bmburst.blocks.layers import Linear
     from bmburst.blocks.sharded import ShardedBlock
-    from bmburst.zero import named_shards
-    from bmburst_ops.linears import LaterProducts
 
-    class Failing(Linear):
+    class Failing(lazy.Linear):
         def forward(self, hidden):
             if hasattr(self, "fails"):
                 raise ValueError("a failure")
             return super().forward(hidden)
 
     linears = [Failing(a, b, dtype=torch.float32, bias=bias) for a, b in pairwise(widths)]
-    memory = GatherMemory(len(linears) if level == 2 else 2)
-    model = bmt.TransformerBlockList(
+    memory = lazy.GatherMemory(len(linears) if level == 2 else 2)
+    model = lazy.bmt.TransformerBlockList(
         [
-            bmt.Block(each, use_checkpoint=False)
+            lazy.bmt.Block(each, use_checkpoint=False)
             if level is None
             else ShardedBlock(each, zero_level=level, memory=memory, later=LaterProducts() if leaves else None)
             for each in linears
         ]
     )
-    for shard in named_shards(model):
+    for shard in lazy.named_shards(model):
         shard.local().copy_(torch.linspace(-1, 1, prod(shard.shape))[shard.begin : shard.end])
     return model
 
@@ -171,20 +165,16 @@ def _gradients(model, *, is_step=False, around=nullcontext):
 
     `around` returns a context for each batch.
     """
-    import bmtrain as bmt
-
     memory = getattr(model["0"], "_memory", None) if is_step else None
     with memory.unchanged() if memory else nullcontext():
         for number in range(BATCHES):
-            batch = torch.linspace(number - 1, 1, 3 * 18 * (bmt.rank() + 1))[-54:].view(3, 18).requires_grad_()
+            batch = torch.linspace(number - 1, 1, 3 * 18 * (lazy.bmt.rank() + 1))[-54:].view(3, 18).requires_grad_()
             with around():
                 model(batch).square().sum().backward()
     return _shards(model)
 
 
 def _shards(model):
-    import bmtrain as bmt
-
-    torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])
+    torch.cuda.current_stream().wait_stream(lazy.bmt.config["load_stream"])
     storages = [storage for block in model for storage in block._storage_params.values()]
     return [None if storage.grad is None else storage.grad.clone() for storage in storages]

@@ -4,6 +4,11 @@ from functools import partial
 
 import torch
 
+from bmburst.checkpoint import hugging_face
+from bmburst.mesh import Mesh
+from bmburst.train.resolve import read_hugging_face_config
+from tests import lazy
+
 
 def loss_of(model, ids):
     """Return transformers' mean loss of one text `[1, tokens]`, in nats per label."""
@@ -13,14 +18,9 @@ def loss_of(model, ids):
 def write_loss(folder, ids, output):
     """Load a directory, and write a checkpoint and beside it the loss of one text that the ranks share."""
     import bmburst
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.model import Llama
-    from bmburst.checkpoint import hugging_face
-    from bmburst.mesh import Mesh
-    from bmburst.train.resolve import read_hugging_face_config
 
     mesh = Mesh.over_bmtrain()
-    model = Llama(read_hugging_face_config(folder), attention=partial(BurstAttention, group=mesh.sequence))
+    model = lazy.Llama(read_hugging_face_config(folder), attention=partial(lazy.BurstAttention, group=mesh.sequence))
     hugging_face.load(model, folder)
     tokens = ids.shape[1]
     shard = bmburst.SequenceShard.cut(tokens, layout="zigzag", size=mesh.shape.sequence, rank=mesh.sequence_rank)

@@ -1,6 +1,7 @@
 """`bmburst bench attention`: options, lists, and whole runs on two ranks of the CPU."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -43,8 +44,6 @@ def start(*words, cwd):
 
 
 def environment():
-    import os
-
     return {**os.environ, "PYTHONPATH": f"{ROOT}:.", "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -1,7 +1,9 @@
 """Two runs in one folder: one of them trains, with its own configuration; the other says who does, and ends."""
 
+import contextlib
 import errno
 import fcntl
+import io
 import json
 import multiprocessing
 import os
@@ -30,8 +32,6 @@ def launcher(argv, offset, queue, one_is_over):
 
     Report what its ranks would train, and what it printed.
     """
-    import contextlib
-    import io
 
     def launch(spec, command, request):
         assert one_is_over.wait(60)

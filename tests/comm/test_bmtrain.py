@@ -9,6 +9,7 @@ import bmburst
 from bmburst.comm.collectives import launched_together
 from bmburst.comm.groups import communicator
 from bmburst.mesh import Mesh
+from tests import lazy
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import check_mesh, starts_before_its_peer, verbs
 from tests.distributed.programs import run_program
@@ -21,11 +22,9 @@ def test_verbs_meshes_and_attention(size, tmp_path):
 
 
 def _program(folder):
-    import bmtrain as bmt
-
-    world = communicator(bmt.config["comm"])
+    world = communicator(lazy.bmt.config["comm"])
     assert world is communicator(None)
-    assert (world.rank, world.size, world.transport) == (bmt.rank(), bmt.world_size(), "gloo")
+    assert (world.rank, world.size, world.transport) == (lazy.bmt.rank(), lazy.bmt.world_size(), "gloo")
     verbs(world)
     starts_before_its_peer(world, folder)
     if world.size > 1:
@@ -39,7 +38,7 @@ def _program(folder):
     attention = bmburst.BurstAttention(strategy="burst", transport="gloo")
     assert "strategy='burst'" in repr(attention)
     check_attention(attention, whole, out, grads)
-    named = bmburst.BurstAttention(group=bmt.config["comm"])
+    named = bmburst.BurstAttention(group=lazy.bmt.config["comm"])
     assert copy.deepcopy(named).group is named.group is world
     check_attention(copy.deepcopy(named), whole, out, grads)
     q, k, v = (bmburst.shard(t) for t in whole[:3])

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import sys
 from dataclasses import fields, replace
 
 import numpy as np
@@ -171,8 +172,6 @@ def test_segments(tmp_path):
 
 def test_parquet_and_data_sets_give_the_tokens_of_the_same_lines(tmp_path, monkeypatch):
     """Through pyarrow, and data sets through the package datasets or, without it, through pyarrow."""
-    import sys
-
     import datasets
 
     rows = [{"dialog": WEIRD, "source": "a"}, {"dialog": WEIRD[:2], "source": None}]
@@ -230,8 +229,6 @@ def test_the_fields_of_a_subclass_are_those_of_the_format():
 
 def test_json_columns_give_the_tokens_of_the_same_lines(tmp_path, monkeypatch):
     """What datasets makes of tool calls: their arguments have other keys, and nulls of their own."""
-    import sys
-
     import datasets
 
     calls = [{"name": "f", "arguments": {"at": 3, "unit": None}}, {"name": "g", "arguments": {"list": [1, None]}}]

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -446,8 +447,6 @@ def test_a_data_set_of_the_package(tmp_path, monkeypatch):
 
 def test_shards_are_read_a_line_at_a_time(tmp_path):
     """Memory does not grow with the records."""
-    import tracemalloc
-
     shards = tmp_path / "shards"
     shards.mkdir()
     for shard in range(4):

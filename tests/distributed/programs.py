@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests import lazy
 from tests.distributed.decorated import Test, on_each_rank
 from tests.distributed.forked import join_ranks, start_ranks
 from tests.distributed.pools import LARGEST, pool
@@ -54,8 +55,6 @@ def started_again(rank: int, size: int, port: int, tensor: int, pipe: int) -> It
     """Start BMTrain, on the host runtime, and end it: the next start finds it as after its import."""
     _start(rank, size, port, tensor, pipe, on_gpus=False)
     yield
-    import bmtrain as bmt
-
     from bmburst.host.extension import EXTENSION, MARK
     from bmburst.launch import start as launched
 
@@ -63,9 +62,9 @@ def started_again(rank: int, size: int, port: int, tensor: int, pipe: int) -> It
     nccl.close(_PATIENCE)
     nccl.waiting = contextlib.nullcontext
     torch.cuda.set_stream(torch.cuda.default_stream())
-    bmt.config.clear()
-    bmt.config.update(rank=0, local_rank=0, world_size=1, initialized=False)  # of bmtrain.global_var
-    bmt.debug.DEBUG_VARS.clear()
+    lazy.bmt.config.clear()
+    lazy.bmt.config.update(rank=0, local_rank=0, world_size=1, initialized=False)  # of bmtrain.global_var
+    lazy.bmt.debug.DEBUG_VARS.clear()
     launched._store = None
 
 

@@ -53,16 +53,15 @@ def test_nothing_of_an_old_table_stays(head, old):
 def test_records_name_the_commit_and_the_program_of_their_runs():
     """What is written by hand above a table follows the JSON beside it."""
     seen = 0
-    for name in records._ROWS:
-        for path in records._RESULTS.glob(f"{name}_*.md"):
-            run = json.loads(path.with_suffix(".json").read_text())["machine"]
-            said = re.search(r"Python [^`]*?commit (\w{7}\+?)", path.read_text())
-            if said and run["commit"]:
-                whole = run["commit"]
-                assert said[1] == whole[:7] + whole[40:], path.name
-                (program,) = re.findall(r"-m benchmarks\.[\w.]+ |bmburst bench [\w-]+ ", run["command"])
-                assert program in " ".join(path.read_text().split()), path.name
-                seen += 1
+    for path, _, record in records.row_records(records._RESULTS):
+        run = record["machine"]
+        said = re.search(r"Python [^`]*?commit (\w{7}\+?)", path.read_text())
+        if said and run["commit"]:
+            whole = run["commit"]
+            assert said[1] == whole[:7] + whole[40:], path.name
+            (program,) = re.findall(r"-m benchmarks\.[\w.]+ |bmburst bench [\w-]+ ", run["command"])
+            assert program in " ".join(path.read_text().split()), path.name
+            seen += 1
     assert seen >= 4
 
 

@@ -20,6 +20,7 @@ from tests.gpu.over_gpus import GPUS, errors, errors_of, excess, run
 from tests.refusals import refused
 from tests.train import equality_program as equality
 from tests.train import stages_program as stages
+from tests.train.test_equality import error
 from tests.train.test_stages import require_equal
 
 pytestmark = pytest.mark.gpu
@@ -123,8 +124,6 @@ SPLITS = [(d, s) for d in (1, 2, 4) for s in (1, 2, 4)] + [(1, 1, 2), (1, 2, 2),
 
 @pytest.mark.parametrize("split", [split for split in SPLITS if math.prod(split) <= min(GPUS, 8)], ids=str)
 def test_training_equals_one_rank(split, tmp_path):
-    from tests.train.test_equality import error
-
     (tmp_path / "text.txt").write_text("the text is not used: batches are given\n" * 50)
     tiny.save(tmp_path / "model", equality.SHAPE)
     case = equality.CASES[0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import bmburst
+from tests import lazy
 from tests.distributed.programs import run_program
 
 pytestmark = pytest.mark.gpu
@@ -34,15 +35,13 @@ def test_split_and_whole_sequences_agree(tmp_path: Path) -> None:
 
 def compare(folder: Path) -> None:
     """Run on every rank: the logits of the same weights in fp32 and bfloat16, whole and split, and saved and loaded."""
-    import bmtrain as bmt
-
     from model_center_ext import Llama, LlamaConfig
 
     config = LlamaConfig.named("llama-tiny", dim_model=256, dim_head=64, vocab_size=512, att_init_std=0.1)
     first = Llama(config)
-    bmt.init_parameters(first)
+    lazy.bmt.init_parameters(first)
     _save(first, config, folder / "first")
-    alone, together = (bmburst.Mesh.over_bmtrain(sequence=n) for n in (1, bmt.world_size()))
+    alone, together = (bmburst.Mesh.over_bmtrain(sequence=n) for n in (1, lazy.bmt.world_size()))
     model = Llama.from_pretrained(folder / "first", mesh=together, dtype="bfloat16")
     found = {
         "whole fp32": _logits(Llama.from_pretrained(folder / "first", mesh=alone, dtype="float32"), alone),
@@ -51,21 +50,19 @@ def compare(folder: Path) -> None:
     }
     _save(model, model.model_center_config, folder / "second")
     found["saved"] = _logits(Llama.from_pretrained(folder / "second", mesh=together), together)
-    if bmt.rank() == 0:
+    if lazy.bmt.rank() == 0:
         torch.save({name: logits.cpu() for name, logits in found.items()}, folder / "found.pt")
 
 
 def _save(model: torch.nn.Module, config: object, folder: Path) -> None:
-    import bmtrain as bmt
-
     from model_center_ext import LlamaConfig
 
     assert isinstance(config, LlamaConfig)
-    if bmt.rank() == 0:
+    if lazy.bmt.rank() == 0:
         folder.mkdir()
         config.to_json_file(folder / "config.json")
-    bmt.synchronize()
-    bmt.save(model, str(folder / "pytorch_model.pt"))
+    lazy.bmt.synchronize()
+    lazy.bmt.save(model, str(folder / "pytorch_model.pt"))
 
 
 def _logits(model: torch.nn.Module, mesh: bmburst.Mesh) -> Tensor:

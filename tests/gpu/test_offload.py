@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import lazy
 from tests.distributed.programs import on_program, run_program
 from tests.train import cases
 from tests.train import test_offload as offload
@@ -59,8 +60,6 @@ def test_activations_in_host_memory_too(size, policy, tmp_path):
 
 
 def _weights_train_alike(folder, dtype, policy):
-    import bmtrain as bmt
-
     resident, streamed = (
         weights.trainer(folder, f"run-{streams}", streams, dtype, recompute=policy) for streams in (False, True)
     )
@@ -73,19 +72,16 @@ def _weights_train_alike(folder, dtype, policy):
     assert ours.keys() == wanted.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor.cpu(), wanted[name].cpu(), rtol=1e-2, atol=1e-3)
-    if bmt.world_size() == 1:  # over two GPUs attention's backward adds in any order
+    if lazy.bmt.world_size() == 1:  # over two GPUs attention's backward adds in any order
         assert [name for name, tensor in ours.items() if not torch.equal(tensor.cpu(), wanted[name].cpu())] == []
 
 
 def make(dtype, is_offloaded, piece=4096):
-    from bmburst.optim.adamw import AdamW
-    from bmburst.optim.updates import HostAdam
-
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(size, generator=generator).to(dtype).cuda() for size in SIZES]
     parameters = [torch.nn.Parameter(w) for w in weights if len(w) or is_offloaded]
-    with patch("bmburst.optim.adamw.HostAdam", side_effect=partial(HostAdam, piece=piece, depth=2)) as host:
-        optimizer = AdamW(parameters, **RATES, offload=is_offloaded)
+    with patch("bmburst.optim.adamw.HostAdam", side_effect=partial(lazy.HostAdam, piece=piece, depth=2)) as host:
+        optimizer = lazy.AdamW(parameters, **RATES, offload=is_offloaded)
     assert host.called == is_offloaded
     return optimizer, [p for p in optimizer.param_groups[0]["params"] if len(p)]
 

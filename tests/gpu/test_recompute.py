@@ -9,6 +9,7 @@ import torch
 import bmburst
 from bmburst.blocks.config import mlp_chunk
 from bmburst.blocks.presets import PRESETS
+from bmburst.mesh import Mesh
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.memory import memory_of
 from bmburst.recompute import checkpoint
@@ -16,7 +17,7 @@ from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.gated_mlp import gated_mlp
-from tests import tiny
+from tests import lazy, tiny
 from tests.distributed.programs import on_program
 from tests.gpu.over_gpus import GPUS, NEEDS_FA4
 
@@ -61,16 +62,11 @@ def test_every_policy_has_the_same_gradients(size):
 @on_program(1, on_gpus=True, seconds=600)
 def test_peaks_are_those_of_the_formulas():
     """Four layers of llama-3-8b at 64K tokens: `torch.cuda.max_memory_allocated` within 5 %, and what moves is used."""
-    import bmtrain as bmt
-
-    from bmburst.optim.adamw import AdamW
-    from bmburst.zero import named_shards
-
     tokens = 65536
     config = replace(PRESETS["llama-3-8b"], num_layers=4, vocab_size=32000, max_position_embeddings=tokens)
     _, model = make(config)
-    optimizer = AdamW(list({id(s.storage): s.storage for s in named_shards(model)}.values()), lr=1e-5)
-    manager = bmt.optim.OptimManager(loss_scale=None)
+    optimizer = lazy.AdamW(list({id(s.storage): s.storage for s in lazy.named_shards(model)}.values()), lr=1e-5)
+    manager = lazy.bmt.optim.OptimManager(loss_scale=None)
     manager.add_optimizer(optimizer)
     ids = torch.randint(32000, (1, tokens + 1)).cuda()
     positions = torch.arange(tokens, device="cuda")[None]
@@ -110,12 +106,8 @@ def test_peaks_are_those_of_the_formulas():
 
 
 def make(config, dtype=torch.bfloat16, **options):
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.model import Llama
-    from bmburst.mesh import Mesh
-
     mesh = Mesh.over_bmtrain()
-    return mesh, Llama(config, attention=partial(BurstAttention, group=mesh.sequence, **options), dtype=dtype)
+    return mesh, lazy.Llama(config, attention=partial(lazy.BurstAttention, group=mesh.sequence, **options), dtype=dtype)
 
 
 def use(model, policy, chunk=None):
@@ -128,17 +120,15 @@ def use(model, policy, chunk=None):
 
 
 def gradients(model, shard, tokens):
-    from bmburst.zero import named_shards
-
     ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(2)).cuda()
     batch = shard.batch(ids)
-    for each in named_shards(model):
+    for each in lazy.named_shards(model):
         each.parameter.grad = each.storage.grad = None
     losses = [model.loss(batch.tokens, batch.positions, batch.labels, tokens) for _ in range(2)]  # two in flight
     (losses[0] + 2 * losses[1]).backward()
     torch.cuda.current_stream().synchronize()
     torch.cuda.synchronize()
-    return {s.name: s.storage.grad.clone() for s in named_shards(model)}
+    return {s.name: s.storage.grad.clone() for s in lazy.named_shards(model)}
 
 
 class Chain:

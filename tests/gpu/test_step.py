@@ -12,6 +12,7 @@ from bmburst.plan.counts import CURRENT
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
+from tests import lazy
 from tests.distributed.programs import on_program
 from tests.gpu.test_recompute import make, use
 
@@ -93,14 +94,14 @@ def test_peaks_that_are_the_losses():
 
 @on_program(1, on_gpus=True)
 def test_adamws_kernel_is_bmtrains():
-    from bmburst.optim.adamw import KERNELS, AdamW
+    from bmburst.optim.adamw import KERNELS
 
     made = {}
     for kernel in KERNELS:
         generator = torch.Generator().manual_seed(2)
         parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16().cuda()) for n in (1, 4099)]
         rates = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.1}
-        made[kernel] = AdamW(parameters, **rates, kernel=kernel), parameters
+        made[kernel] = lazy.AdamW(parameters, **rates, kernel=kernel), parameters
     for step in range(5):
         for optimizer, parameters in made.values():
             generator = torch.Generator().manual_seed(step)
@@ -119,7 +120,6 @@ def test_adamws_kernel_is_bmtrains():
 @on_program(1, on_gpus=True, seconds=300)
 def test_kernels_are_compiled_ahead(options):
     """A block after `compile_ahead` compiles no kernel of attention, and no error hides in its thread."""
-    from bmburst.attention.module import BurstAttention
     from bmburst.blocks import transformer
     from bmburst.schedule.documents import Documents
     from bmburst.schedule.mask import SlidingWindow
@@ -128,7 +128,7 @@ def test_kernels_are_compiled_ahead(options):
     packed = options.pop("packed", False)
     model = replace(PRESETS["llama-tiny"], head_dim=64, num_heads=8, num_kv_heads=2, **options)
     sizes = model.num_heads, model.num_kv_heads, model.head_dim, torch.bfloat16
-    attention = BurstAttention()
+    attention = lazy.BurstAttention()
     attention.compile_kernels(*sizes, window=model.sliding_window, packed=packed)
     transformer._run_elementwise(model, torch.bfloat16)
     if version_of("flash-attn-4") is None:

@@ -7,6 +7,7 @@ import torch
 
 import bmburst
 from bmburst_ops.biased import PADDING
+from tests import lazy
 from tests.ops.biased_oracle import Bee, attention, draw_ant, draw_bee
 from tests.refusals import refused
 
@@ -52,15 +53,12 @@ def ant_data(batch):
 
 def make_layer(batch):
     """Return bias and attention, in a block, as CPM-Live calls them."""
-    import bmtrain as bmt
 
-    from bmburst.integrations import cpm_live
-
-    class Layer(bmt.DistributedModule):
+    class Layer(lazy.bmt.DistributedModule):
         def __init__(self, position_bias):
             super().__init__()
             self.position_bias = position_bias
-            self.attention = bmt.Block(cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, torch.float32, 0.0))
+            self.attention = lazy.bmt.Block(lazy.cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, torch.float32, 0.0))
 
         def forward(self, x, tokens):
             attention_mask, position_bias = self.position_bias(tokens)
@@ -68,20 +66,18 @@ def make_layer(batch):
 
     if isinstance(batch, Bee):
         sizes = (batch.num_buckets, batch.num_segment_buckets, batch.max_distance)
-        layer = Layer(cpm_live.BucketPositionBias(HEADS, *sizes, dtype=torch.float32))
+        layer = Layer(lazy.cpm_live.BucketPositionBias(HEADS, *sizes, dtype=torch.float32))
     else:
         sizes = (batch.num_segments, batch.num_buckets, batch.max_distance, True)
-        layer = Layer(cpm_live.SegmentPositionEmbedding(HEADS, *sizes, dtype=torch.float32))
-    bmt.init_parameters(layer)
+        layer = Layer(lazy.cpm_live.SegmentPositionEmbedding(HEADS, *sizes, dtype=torch.float32))
+    lazy.bmt.init_parameters(layer)
     return layer
 
 
 def layers_equal_the_formulas():
-    from bmburst.integrations import cpm_live
-
     mesh = bmburst.Mesh.over_bmtrain()
     for layout in ("contiguous", "zigzag", "striped"):
-        split = cpm_live.SplitSequences(mesh, layout=layout)
+        split = lazy.cpm_live.SplitSequences(mesh, layout=layout)
         batch = draw_bee(3, 2, 45)
         part = split.bee(split.shared(bee_data(batch) if split.is_reader else None))
         assert part.ext_sub.tolist() == [1, 2]
@@ -122,11 +118,12 @@ def equals_the_formulas(split, batch, tokens, inputs, target):
 
 def whole_parameters(layer, of_gradients=False):
     """Return all parameters whole, or their gradients, which ZeRO has added up over the ranks."""
-    from bmburst.zero import ShardData, gather, named_shards
+    from bmburst.zero import ShardData
 
-    shards = named_shards(layer)
+    shards = lazy.named_shards(layer)
     return {
-        shard.name: gather(shard, shard.storage.grad if of_gradients else ShardData.WEIGHTS).clone() for shard in shards
+        shard.name: lazy.gather(shard, shard.storage.grad if of_gradients else ShardData.WEIGHTS).clone()
+        for shard in shards
     }
 
 
@@ -140,12 +137,8 @@ def dense(x, parameters, batch):
 
 def groups_share_batches_and_means():
     """Two groups of two ranks: each has its first rank's batch, and every label of all of them weighs the same."""
-    import bmtrain as bmt
-
-    from bmburst.integrations import cpm_live
-
     mesh = bmburst.Mesh.over_bmtrain(sequence=2)
-    split = cpm_live.SplitSequences(mesh, layout="striped")
+    split = lazy.cpm_live.SplitSequences(mesh, layout="striped")
     assert split.is_reader == (mesh.sequence_rank == 0)
     shared = split.shared({"rank": mesh.rank, "names": ["a", "b" * 3000]} if split.is_reader else None)
     assert shared == {"rank": mesh.rank - mesh.sequence_rank, "names": ["a", "b" * 3000]}
@@ -154,20 +147,19 @@ def groups_share_batches_and_means():
         data["target"] = np.where(np.arange(42).reshape(2, 21) % step == 0, np.arange(42).reshape(2, 21), -100)
     part = split.bee(batches[mesh.data_rank])
     labels = part.target[part.target != -100]
-    mean = bmt.sum_loss(split.mean(labels.float().sum(), part.target)).item()
+    mean = lazy.bmt.sum_loss(split.mean(labels.float().sum(), part.target)).item()
     every = np.concatenate([data["target"][data["target"] != -100] for data in batches])
     assert abs(mean - every.mean()) < 1e-4
 
 
 def refuses_by_a_clear_line():
-    from bmburst.integrations import cpm_live
-
     mesh = bmburst.Mesh.over_bmtrain()
     batch = draw_bee(3, 2, 21)
-    data, layer, split = bee_data(batch), make_layer(batch), cpm_live.SplitSequences(mesh)
+    data, layer, split = bee_data(batch), make_layer(batch), lazy.cpm_live.SplitSequences(mesh)
     part, x = split.bee(data), torch.randn(2, 21, WIDTH)
     mask, table = layer.position_bias(part.tokens)
-    attention = cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, torch.float32)  # in no block, which errors would leave open
+    # In no block, which errors would leave open.
+    attention = lazy.cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, torch.float32)
     dense_mask, dense_bias = torch.ones(2, 21, 21), torch.ones(2, HEADS, 21, 21)
     more = {**data, "segment_rel": data["segment_rel"] + 11}
     ant, ant_batch = ant_data(draw_ant(4, 2, 29)), torch.zeros(2, 29).long()
@@ -185,13 +177,13 @@ def refuses_by_a_clear_line():
         (lambda: layer.position_bias(part), "tokens | SplitSequences | BeePart"),
         (lambda: split.bee(more).tokens.under(mask.formula), "relation 21 | bias table | 10"),
         (lambda: part.tokens.under(formula), "relation 10 | bias table | 4"),
-        (lambda: cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, dropout_p=0.1), "dropout_p 0.1"),
-        (lambda: cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, int4=True), "int4"),
-        (lambda: cpm_live.BucketPositionBias(HEADS, num_buckets=3), "num_buckets 3 | 32 relations"),
-        (lambda: cpm_live.SegmentPositionEmbedding(HEADS, max_distance=16), "max_distance 16 | above 16"),
-        (lambda: cpm_live.SplitSequences(mesh, layout="balanced"), "layout | 'balanced' | zigzag"),
-        (lambda: cpm_live.SplitSequences(mesh, kernel="fa4"), "kernel | 'fa4' | known: "),
-        (lambda: cpm_live.SplitSequences(mesh, transport="mpi"), "transport | 'mpi' | known: "),
+        (lambda: lazy.cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, dropout_p=0.1), "dropout_p 0.1"),
+        (lambda: lazy.cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, int4=True), "int4"),
+        (lambda: lazy.cpm_live.BucketPositionBias(HEADS, num_buckets=3), "num_buckets 3 | 32 relations"),
+        (lambda: lazy.cpm_live.SegmentPositionEmbedding(HEADS, max_distance=16), "max_distance 16 | above 16"),
+        (lambda: lazy.cpm_live.SplitSequences(mesh, layout="balanced"), "layout | 'balanced' | zigzag"),
+        (lambda: lazy.cpm_live.SplitSequences(mesh, kernel="fa4"), "kernel | 'fa4' | known: "),
+        (lambda: lazy.cpm_live.SplitSequences(mesh, transport="mpi"), "transport | 'mpi' | known: "),
         (lambda: split.bee({"inputs": data["inputs"]}), "'inputs_sub' | inputs"),
         (lambda: split.bee({**data, "spans": data["spans"][:, 1:]}), "'spans' | [batch, length] | 'inputs' | fix: "),
         (lambda: split.bee({**data, "length": np.array([21, 22])}), "'length' | 2 lengths | 0 to 21 | [21, 22]"),

@@ -18,6 +18,7 @@ from benchmarks.tiny_families import tiny_model
 from bmburst import Documents, Mesh
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_cache import SplitCache, generate
+from bmburst.integrations.transformers_trainer import SplitBatches
 
 FEW = ("qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2", "minimax", "recurrent_gemma")
 """A type of each kind of layer: gated delta rule, KDA, Mamba 2, Mamba 1, convolution, Lightning, RG-LRU."""
@@ -204,8 +205,6 @@ def fine_tune(output: Path, name: str) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
-
-    from bmburst.integrations.transformers_trainer import SplitBatches
 
     class SplitTrainer(SplitBatches, SFTTrainer):  # type: ignore[misc]
         pass

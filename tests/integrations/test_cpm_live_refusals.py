@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import bmburst
+from bmburst.attention.biased import biased_attention
+from tests import lazy
 from tests.distributed.programs import on_program, run_program
 from tests.integrations.cpm_live_program import DIM_HEAD, HEADS, WIDTH, ant_data, bee_data, make_layer
 from tests.ops.biased_oracle import draw_ant, draw_bee
@@ -50,11 +52,9 @@ def refuses(call, words):
 
 
 def of_batches():
-    from bmburst.integrations import cpm_live
-
     for none, kind in ((None, "NoneType"), ("zigzag", "str")):
-        refuses(lambda n=none: cpm_live.SplitSequences(n), f"mesh | bmburst.Mesh | {kind} | fix: bmburst.Mesh")
-    split = cpm_live.SplitSequences(bmburst.Mesh.over_bmtrain())
+        refuses(lambda n=none: lazy.cpm_live.SplitSequences(n), f"mesh | bmburst.Mesh | {kind} | fix: bmburst.Mesh")
+    split = lazy.cpm_live.SplitSequences(bmburst.Mesh.over_bmtrain())
     for none, kind in ((None, "NoneType"), ([], "list"), (torch.zeros(2, 3), "Tensor")):
         for call in (split.shared, split.bee, lambda batch: split.ant(batch, 3)):
             refuses(lambda call=call, none=none: call(none), NO_BATCH.format(kind))
@@ -84,7 +84,6 @@ def of_batches():
 
 
 def of_modules():
-    from bmburst.attention.biased import biased_attention
     from bmburst.integrations.cpm_live import Attention, BucketPositionBias, SegmentPositionEmbedding, SplitSequences
 
     for dtype in ("float", None, torch.int32, torch.float8_e4m3fn):
@@ -153,10 +152,8 @@ def of_modules():
 
 def on_every_rank():
     """What is wrong on one rank alone is an error on all."""
-    from bmburst.integrations import cpm_live
-
     mesh = bmburst.Mesh.over_bmtrain()
-    split, first = cpm_live.SplitSequences(mesh), mesh.rank == 0
+    split, first = lazy.cpm_live.SplitSequences(mesh), mesh.rank == 0
     refuses(lambda: split.shared(None), NO_BATCH.format("NoneType"))
     refuses(lambda: split.shared({"call": lambda: 0}), "rank 0 | dict | cannot be sent")
     assert split.shared({"a": 1} if first else "not looked at") == {"a": 1}
@@ -164,7 +161,7 @@ def on_every_rank():
     words = "target | tensor | str | fix: split.mean(loss, part.target)"
     refuses(lambda: split.mean(torch.ones(()), "x" if first else part.target), words)
     mask, table = make_layer(draw_bee(3, 2, 21)).position_bias(part.tokens)
-    attention = cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, torch.float32)
+    attention = lazy.cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, torch.float32)
     x = torch.zeros(*part.inputs.shape, WIDTH)
     refuses(lambda: attention(x, x.double() if first else x, mask, table), "hidden_kv | tensor [batch, local_tok")
 
@@ -176,10 +173,8 @@ def test_refuses_with_what_is_allowed(size, body):
 
 @on_program(2)
 def test_ranks_with_different_batches_are_told_on_every_rank():
-    from bmburst.integrations import cpm_live
-
     mesh = bmburst.Mesh.over_bmtrain()
-    split, rank = cpm_live.SplitSequences(mesh), mesh.sequence_rank
+    split, rank = lazy.cpm_live.SplitSequences(mesh), mesh.sequence_rank
     for compared in (True, False):  # on CPUs always, on GPUs the first times
         mesh.sequence.always = mesh.sequence.active = compared
         mesh.sequence._state.compared.clear()

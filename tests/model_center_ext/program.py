@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 import bmburst
+import model_center_ext
+from bmburst.checkpoint.conversion import convert
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.sequence import SequenceShard
+from tests import lazy
 from tests.refusals import refusal_of
 
 TOKENS = 37  # odd, and padded on 2 and 4 ranks
@@ -31,9 +34,7 @@ FACTORS: dict[str, Any] = {"scale_emb": 1.7, "scale_depth": 0.6, "dim_model_base
 
 def run(folder: Path) -> None:
     """Run everything, on any number of ranks; `folder` gets ModelCenter directories and what the ranks saw."""
-    import bmtrain as bmt
-
-    meshes = [bmburst.Mesh.over_bmtrain(sequence=size) for size in (1, 2, 4) if bmt.world_size() % size == 0]
+    meshes = [bmburst.Mesh.over_bmtrain(sequence=size) for size in (1, 2, 4) if lazy.bmt.world_size() % size == 0]
     results: dict[str, Any] = {}
     for name, values in CONFIGS.items():
         theirs = _theirs(values)
@@ -53,27 +54,23 @@ def run(folder: Path) -> None:
     results["loaded"] = _loaded(folder)
     results["fresh"] = _fresh()
     results["others"] = _others()
-    torch.save(_problems(folder), folder / f"problems-{bmt.rank()}.pt")
-    if bmt.rank() == 0:
+    torch.save(_problems(folder), folder / f"problems-{lazy.bmt.rank()}.pt")
+    if lazy.bmt.rank() == 0:
         torch.save(results, folder / "results.pt")
 
 
 def run_tensor(folder: Path) -> None:
     """What `run` does with the plain model, where ranks share matrices too: by `loss`, in which a token counts once."""
-    import bmtrain as bmt
-
-    from model_center_ext import Llama
-
     mesh = bmburst.Mesh.over_bmtrain()
     theirs = _theirs(_PLAIN)
     _save(theirs, _PLAIN, folder / "plain")
-    bmt.save(Llama.from_pretrained(folder / "plain", mesh=mesh), str(folder / "ours.pt"))
+    lazy.bmt.save(model_center_ext.Llama.from_pretrained(folder / "plain", mesh=mesh), str(folder / "ours.pt"))
     results = {
         "logits": (_logits(folder / "plain", mesh), _their_logits(theirs)),
         "gradients": (_gradients_by("loss", folder / "plain", mesh), _their_gradients(theirs)),
         "saved": (torch.load(folder / "ours.pt"), torch.load(folder / "plain" / "pytorch_model.pt")),
     }
-    if bmt.rank() == 0:
+    if lazy.bmt.rank() == 0:
         torch.save(results, folder / "results.pt")
 
 
@@ -86,49 +83,42 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def _theirs(values: dict[str, Any]) -> Any:
-    import bmtrain as bmt
     from model_center.model import Llama, LlamaConfig
 
     model = Llama(LlamaConfig(**values, att_init_std=0.3, ffn_init_std=0.3, emb_init_std=1.0, proj_init_std=0.3))
-    bmt.init_parameters(model)
+    lazy.bmt.init_parameters(model)
     _fill_norms(model)
     return model
 
 
 def _fill_norms(model: Any) -> None:
     """Norms of ones would hide a norm in another's place."""
-    from bmburst.zero import named_shards, scatter
-
-    for shard in named_shards(model):
+    for shard in lazy.named_shards(model):
         if "layernorm" in shard.name:
             key = sum(map(ord, shard.name))
-            scatter(shard, torch.rand(shard.shape, generator=torch.Generator().manual_seed(key)) + 0.5)
+            lazy.scatter(shard, torch.rand(shard.shape, generator=torch.Generator().manual_seed(key)) + 0.5)
 
 
 def _with_factors(folder: Path, mesh: bmburst.Mesh) -> dict[str, Tensor]:
     """MiniCPM's factors in ours, and on the weights of theirs."""
-    from bmburst.zero import named_shards, scatter
-
     ours = _logits(folder / "plain", mesh, **FACTORS)
     theirs = _theirs(_PLAIN)
     depth = FACTORS["scale_depth"] / _PLAIN["num_layers"] ** 0.5
     factors = {"input_embedding": FACTORS["scale_emb"], "attention_out": depth, "w_out": depth}
     factors["output_projection"] = FACTORS["dim_model_base"] / _PLAIN["dim_model"]
     weights = torch.load(folder / "plain" / "pytorch_model.pt")
-    for shard in named_shards(theirs):
+    for shard in lazy.named_shards(theirs):
         factor = next((number for part, number in factors.items() if part in shard.name), 1.0)
-        scatter(shard, weights[shard.name] * factor)
+        lazy.scatter(shard, weights[shard.name] * factor)
     return {"logits factors ours": ours, "logits factors": _their_logits(theirs)}
 
 
 def _save(model: Any, values: dict[str, Any], folder: Path) -> None:
-    import bmtrain as bmt
-
-    if bmt.rank() == 0:
+    if lazy.bmt.rank() == 0:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(values))
-    bmt.synchronize()
-    bmt.save(model, str(folder / "pytorch_model.pt"))
+    lazy.bmt.synchronize()
+    lazy.bmt.save(model, str(folder / "pytorch_model.pt"))
 
 
 def _their_logits(model: Any) -> Tensor:
@@ -146,9 +136,9 @@ def _their_gradients(model: Any) -> dict[str, Tensor]:
 
 
 def _gathered_gradients(model: Any) -> dict[str, Tensor]:
-    from bmburst.zero import gather, named_shards
-
-    return {each.name: gather(each, each.parameter.grad if each.count else None) for each in named_shards(model)}
+    return {
+        each.name: lazy.gather(each, each.parameter.grad if each.count else None) for each in lazy.named_shards(model)
+    }
 
 
 def _part(mesh: bmburst.Mesh, layout: str) -> tuple[SequenceShard, Any]:
@@ -160,9 +150,7 @@ def _part(mesh: bmburst.Mesh, layout: str) -> tuple[SequenceShard, Any]:
 
 
 def _logits(directory: Path, mesh: bmburst.Mesh, layout: str = "zigzag", **changes: Any) -> Tensor:
-    from model_center_ext import Llama
-
-    model = Llama.from_pretrained(directory, mesh=mesh, layout=layout, **changes)
+    model = model_center_ext.Llama.from_pretrained(directory, mesh=mesh, layout=layout, **changes)
     tokens, _ = data()
     with mesh.current():
         logits = model(bmburst.shard(tokens, layout=layout), TOKENS).logits
@@ -178,11 +166,7 @@ def _gradients(directory: Path, mesh: bmburst.Mesh) -> dict[str, Tensor]:
 
 
 def _gradients_by(way: str, directory: Path, mesh: bmburst.Mesh) -> dict[str, Tensor]:
-    import bmtrain as bmt
-
-    from model_center_ext import Llama
-
-    model = Llama.from_pretrained(directory, mesh=mesh)
+    model = model_center_ext.Llama.from_pretrained(directory, mesh=mesh)
     cut, (tokens, labels) = _part(mesh, "zigzag")
     (valid,) = mesh.world.all_reduce(count_valid(labels)).wait()
     valid = valid // mesh.shape.tensor  # ranks of a tensor group have the same labels
@@ -193,29 +177,27 @@ def _gradients_by(way: str, directory: Path, mesh: bmburst.Mesh) -> dict[str, Te
         total = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
-    global_mean(total, valid, bmt.world_size()).backward()
+    global_mean(total, valid, lazy.bmt.world_size()).backward()
     return _gathered_gradients(model)
 
 
 def _with_fewer_heads(folder: Path, mesh: bmburst.Mesh) -> dict[str, Any]:
     """Two KV heads against ModelCenter's Llama, in which each is there twice."""
-    import bmtrain as bmt
-
     theirs = torch.load(folder / "plain" / "pytorch_model.pt")
     for name in theirs:
         if "project_k" in name or "project_v" in name:
             theirs[name] = _few(theirs[name])
     values = _PLAIN | {"num_heads_kv": KV_HEADS}
-    if bmt.rank() == 0:
+    if lazy.bmt.rank() == 0:
         (folder / "gqa").mkdir()
         (folder / "gqa" / "config.json").write_text(json.dumps(values))
         torch.save(theirs, folder / "gqa" / "pytorch_model.pt")
         expanded = {name: _many(x) if "project_k" in name or "project_v" in name else x for name, x in theirs.items()}
         del expanded["position_bias.inv_freq"]
         torch.save(expanded, folder / "expanded.pt")
-    bmt.synchronize()
+    lazy.bmt.synchronize()
     model = _theirs(_PLAIN)
-    bmt.load(model, str(folder / "expanded.pt"), strict=False)
+    lazy.bmt.load(model, str(folder / "expanded.pt"), strict=False)
     gradients = _their_gradients(model)
     for name in gradients:
         if "project_k" in name or "project_v" in name:
@@ -238,23 +220,19 @@ def _many(weight: Tensor) -> Tensor:
 
 def _with_lengths(directory: Path) -> tuple[Tensor, Tensor]:
     """Samples of their own lengths, padded, on one rank: ours, and ModelCenter's."""
-    from model_center_ext import Llama
-
     tokens, _ = data()
     lengths = torch.tensor([TOKENS, 20])
     mesh = bmburst.Mesh.over_bmtrain(sequence=1)
-    ours = Llama.from_pretrained(directory, mesh=mesh)(tokens, lengths).logits
+    ours = model_center_ext.Llama.from_pretrained(directory, mesh=mesh)(tokens, lengths).logits
     model = _theirs(_PLAIN)
-    import bmtrain as bmt
-
     from model_center_ext.llama import LlamaOutput
 
     state = torch.load(directory / "pytorch_model.pt")
     del state["position_bias.inv_freq"]
-    if bmt.rank() == 0:
+    if lazy.bmt.rank() == 0:
         torch.save(state, directory / "without.pt")
-    bmt.synchronize()
-    bmt.load(model, str(directory / "without.pt"), strict=False)
+    lazy.bmt.synchronize()
+    lazy.bmt.load(model, str(directory / "without.pt"), strict=False)
     theirs = model(tokens, length=lengths)
     assert set(LlamaOutput._fields) == set(type(theirs).__dataclass_fields__)
     return ours.detach(), theirs.logits.detach()
@@ -262,56 +240,44 @@ def _with_lengths(directory: Path) -> tuple[Tensor, Tensor]:
 
 def _returned(folder: Path) -> Tensor:
     """Logits of ModelCenter's Llama with what `bmtrain.save` wrote of ours."""
-    import bmtrain as bmt
-
-    from model_center_ext import Llama
-
-    bmt.save(Llama.from_pretrained(folder / "plain"), str(folder / "ours.pt"))
+    lazy.bmt.save(model_center_ext.Llama.from_pretrained(folder / "plain"), str(folder / "ours.pt"))
     model = _theirs(_PLAIN)
-    bmt.load(model, str(folder / "ours.pt"), strict=False)
+    lazy.bmt.load(model, str(folder / "ours.pt"), strict=False)
     return _their_logits(model)
 
 
 def _converted(folder: Path) -> Tensor:
     """Logits of ModelCenter's own `from_pretrained` on what `bmburst convert` made of what it made for Hugging Face."""
-    import bmtrain as bmt
     from model_center.model import Llama
 
-    from bmburst.checkpoint.conversion import convert
-
-    if bmt.rank() == 0:
+    if lazy.bmt.rank() == 0:
         convert(folder / "plain", folder / "hf", to="huggingface")
         (folder / "hf" / "config.model-center.json").unlink()  # so that it writes one of its own
         convert(folder / "hf", folder / "again", to="model-center")
-    bmt.synchronize()
+    lazy.bmt.synchronize()
     return _their_logits(Llama.from_pretrained(str(folder / "again")))
 
 
 def _loaded(folder: Path) -> tuple[list[str], bool]:
     """What `bmtrain.load` of ModelCenter's file misses in ours, and whether it gave what `from_pretrained` gives."""
-    import bmtrain as bmt
     from model_center.model import LlamaConfig as TheirConfig
 
-    from bmburst.zero import named_shards
     from model_center_ext import Llama, LlamaConfig
 
     model = Llama(LlamaConfig.from_model_center(TheirConfig(**_PLAIN), recompute="none"))
-    missing = bmt.load(model, str(folder / "plain" / "pytorch_model.pt"), strict=False).missing_keys
-    pairs = zip(named_shards(model), named_shards(Llama.from_pretrained(folder / "plain")), strict=True)
+    missing = lazy.bmt.load(model, str(folder / "plain" / "pytorch_model.pt"), strict=False).missing_keys
+    pairs = zip(lazy.named_shards(model), lazy.named_shards(Llama.from_pretrained(folder / "plain")), strict=True)
     return missing, all(a.name == b.name and torch.equal(a.local(), b.local()) for a, b in pairs)
 
 
 def _fresh() -> dict[str, float]:
     """Mean or standard deviation of weights that `bmtrain.init_parameters` made."""
-    import bmtrain as bmt
-
-    from bmburst.zero import gather, named_shards
     from model_center_ext import Llama, LlamaConfig
 
     stds = {"emb_init_std": 0.5, "att_init_std": 0.25, "ffn_init_std": 0.125, "proj_init_std": 1.0}
     model = Llama(LlamaConfig(**_PLAIN, **stds, norm_init_var=3.0))
-    bmt.init_parameters(model)
-    found = {shard.name: gather(shard) for shard in named_shards(model)}
+    lazy.bmt.init_parameters(model)
+    found = {shard.name: lazy.gather(shard) for shard in lazy.named_shards(model)}
     return {name: float(full.mean() if full.dim() == 1 else full.std()) for name, full in found.items()}
 
 

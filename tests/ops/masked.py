@@ -8,7 +8,7 @@ from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Scoring
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw
 from tests.ops.masks import attention, visible
-from tests.ops.tiles import DEVICE, EPSILON
+from tests.ops.tiles import DEVICE, EPSILON, error
 
 
 def gradient_bound(kernel):
@@ -24,20 +24,9 @@ class Masked:
     """Inputs on the device, and what the definition gives for them."""
 
     def __init__(
-        self,
-        pattern,
-        queries,
-        keys,
-        heads,
-        kv_heads,
-        head_dim,
-        dtype,
-        batch=2,
-        softcap=None,
-        spread=1.0,
-        value_dim=None,
-        device=DEVICE,
-    ):
+        self, pattern, queries, keys, heads, kv_heads, head_dim, dtype,
+        batch=2, softcap=None, spread=1.0, value_dim=None, device=DEVICE,
+    ):  # fmt: skip
         self.pattern, self.scale, self.softcap, self.dtype = pattern, head_dim**-0.5, softcap, dtype
         self.mask = visible(pattern, queries, keys)
         sizes = queries, keys, heads, kv_heads, head_dim, batch
@@ -60,6 +49,17 @@ class Masked:
     @property
     def scoring(self):
         return Scoring(self.pattern, self.scale, self.softcap)
+
+    def hold_forward(self, part, most, near=1e-5):
+        """Output and log-sum-exp are the definition's, up to a relative error and a distance."""
+        out, lse = part
+        assert error(out, self.out) < most
+        torch.testing.assert_close(lse, self.lse, rtol=near, atol=near, check_dtype=False, check_device=False)
+
+    def hold_backward(self, gradients, most):
+        """Each gradient is the definition's, up to a relative error."""
+        for name, ours, wanted in zip("qkv", gradients, self.gradients, strict=True):
+            assert error(ours, wanted) < most, name
 
     def hold_blind_rows(self, out, lse, gradients):
         """Nothing where nothing is seen, to the last bit, whatever the dtype."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bmburst_ops import decode
+from bmburst_ops import decode, triton_decode
 from bmburst_ops.decode import append_rotated
 from bmburst_ops.rotary import apply_rotary
 
@@ -40,6 +40,4 @@ def test_the_kernel_equals_plain_torch(monkeypatch, heads, kv_heads, head_dim, d
 
 
 def _twin(module):
-    from bmburst_ops import triton_decode
-
     return triton_decode if module else None

@@ -45,16 +45,14 @@ def test_few_heads_at_a_time(monkeypatch, stand_in, heads, kv_heads, most, calls
         made.calls = 0
         part = tile.forward(made.kernel, into)
         assert made.calls == (calls if stand_in is cudnn else 1)
-        assert into is None or assert_same(part, into) is None
-        assert error(part.out, tile.out) < EPSILON[torch.bfloat16]
-        torch.testing.assert_close(part.lse.double(), tile.lse, rtol=1e-5, atol=1e-5)
+        assert_same(part, into)
+        tile.hold_forward(part, EPSILON[torch.bfloat16])
     for into in (None, Gradients(*(some_heads(torch.full_like(t, torch.nan)) for t in (tile.q, tile.k, tile.v)))):
         made.calls = 0
         gradients = tile.backward(made.kernel, into=into)
         assert made.calls == calls
-        assert into is None or assert_same(gradients, into) is None
-        for ours, wanted in zip(gradients, tile.gradients, strict=True):
-            assert error(ours, wanted) < gradient_bound(made.kernel)
+        assert_same(gradients, into)
+        tile.hold_backward(gradients, gradient_bound(made.kernel))
 
 
 @pytest.mark.parametrize("stand_in", [fa2, fa3, torchs, cudnn], ids=lambda stand_in: stand_in.__name__)
@@ -73,8 +71,7 @@ def test_cudnn_gets_nothing_that_is_far_away(monkeypatch):
     tile = Masked(CAUSAL, TOKENS, TOKENS, 4, 2, 16, torch.bfloat16, BATCH, device="cpu")
     tile.q, tile.k, tile.v, tile.grad = (far_rows(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     assert error(tile.forward(made.kernel).out, tile.out) < EPSILON[torch.bfloat16]
-    for ours, wanted in zip(tile.backward(made.kernel), tile.gradients, strict=True):
-        assert error(ours, wanted) < gradient_bound(made.kernel)
+    tile.hold_backward(tile.backward(made.kernel), gradient_bound(made.kernel))
     assert made.calls == 2
 
 

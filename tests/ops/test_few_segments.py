@@ -6,7 +6,7 @@ import torch
 from bmburst_ops.flash import CAUSAL, Band, Gradients, Segments
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.package_stand_ins import fa2, fa3, fa4, limit_kernels, torchs
-from tests.ops.tiles import EPSILON, assert_same, error, room, some_heads
+from tests.ops.tiles import EPSILON, assert_same, room, some_heads
 from tests.pairs import pairwise
 
 QUERIES, KEYS = 29, 31
@@ -30,23 +30,20 @@ def test_few_segments_at_a_time(monkeypatch, stand_in, most, batch, pattern):
     limit_kernels(monkeypatch, segments=most * batch)
     for into in (None, room(tile.q, some_heads)):
         part = tile.forward(made.kernel, into)
-        assert into is None or assert_same(part, into) is None
-        assert error(part.out, tile.out) < EPSILON[torch.bfloat16]
-        torch.testing.assert_close(part.lse.double(), tile.lse, rtol=1e-5, atol=1e-5)
+        assert_same(part, into)
+        tile.hold_forward(part, EPSILON[torch.bfloat16])
     for into in (None, Gradients(*(some_heads(torch.full_like(t, torch.nan)) for t in (tile.q, tile.k, tile.v)))):
         gradients = tile.backward(made.kernel, into=into)
-        assert into is None or assert_same(gradients, into) is None
+        assert_same(gradients, into)
         tile.hold_blind_rows(*part, gradients)
-        for ours, wanted in zip(gradients, tile.gradients, strict=True):
-            assert error(ours, wanted) < gradient_bound(made.kernel)
+        tile.hold_backward(gradients, gradient_bound(made.kernel))
 
 
 def test_few_heads_of_few_segments(monkeypatch):
     made = fa2(monkeypatch)
     tile = Masked(Segments(CAUSAL, *EDGES), QUERIES, KEYS, 4, 2, 16, torch.bfloat16, 1, device="cpu")
     limit_kernels(monkeypatch, offsets=2 * (20 + 4 * 128) * 64 + 1, segments=4)
-    for ours, wanted in zip(tile.backward(made.kernel), tile.gradients, strict=True):
-        assert error(ours, wanted) < gradient_bound(made.kernel)
+    tile.hold_backward(tile.backward(made.kernel), gradient_bound(made.kernel))
     assert made.calls == 4
 
 

@@ -35,8 +35,7 @@ def test_equals_the_definition(chunk, is_needed):
     expected = torch.autograd.grad(wanted, tensors, grad)
     got = gated_mlp(*tensors, chunk=chunk, is_needed=is_needed)
     assert not is_needed or torch.allclose(got, wanted, rtol=1e-12, atol=1e-12)
-    for ours, theirs in zip(torch.autograd.grad(got, tensors, grad), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(torch.autograd.grad(got, tensors, grad), expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("frozen", range(4))
@@ -46,8 +45,7 @@ def test_what_needs_no_gradient_gets_none(frozen):
     grads = [t for t in tensors if t.requires_grad]
     expected = torch.autograd.grad(plain(*tensors).sin().sum(), grads)
     got = torch.autograd.grad(gated_mlp(*tensors, chunk=4).sin().sum(), grads)
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("chunk", [4, 22, 100])
@@ -65,8 +63,7 @@ def test_adapters_are_added_to_frozen_matrices(chunk, left_out):
     wanted, got = plain(x, *dense), gated_mlp(x, *matrices, chunk=chunk, adapters=terms)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     expected, found = (torch.autograd.grad(each.sin().sum(), leaves) for each in (wanted, got))
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_gradients_of_weights_are_rounded_once():

@@ -42,8 +42,8 @@ def wider_room(q):
 
 
 def assert_same(results, targets):
-    """Results are the very tensors that were given for them."""
-    assert all(a is b for a, b in zip(results, targets, strict=True))
+    """Results are the very tensors that were given for them, if any were."""
+    assert targets is None or all(a is b for a, b in zip(results, targets, strict=True))
 
 
 def head_major(tensor):

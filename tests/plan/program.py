@@ -14,15 +14,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bmburst.attention.options import AttentionOptions
 from bmburst.blocks import config as block_config
+from bmburst.blocks.config import LoRAConfig
 from bmburst.comm.communicator import CompletedTransfer
 from bmburst.comm.memory import MessageMover, copy_own
 from bmburst.loss import global_mean
 from bmburst.mesh import Mesh
+from bmburst.plan import rates
 from bmburst.schedule.exchange import Exchange
+from bmburst.schedule.hardware import NUMBERS
 from bmburst.schedule.units import HeadShapes
 from bmburst_ops import nf4
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
-from tests import tiny
+from tests import lazy, tiny
 from tests.live_bytes import LiveBytes
 
 
@@ -60,14 +63,10 @@ class WithGathered(LiveBytes):
 
 def measure(case: dict[str, Any]) -> dict[str, int]:
     """Return the bytes alive at the peak of a second step, beyond those before it, and what ZeRO gathers of a block."""
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.config import LoRAConfig
-    from bmburst.blocks.model import Llama
-
     config = tiny.config(**case["model"])
-    model = Llama(
+    model = lazy.Llama(
         config,
-        attention=partial(BurstAttention, group=Mesh.over_bmtrain().sequence),
+        attention=partial(lazy.BurstAttention, group=Mesh.over_bmtrain().sequence),
         dtype=getattr(torch, case["dtype"]),
         recompute=case["recompute"],
         zero_level=case["zero"],
@@ -104,11 +103,8 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
 
 def after_frozen_forward(level: int) -> None:
     """Check that a model without gradients, such as a reference, holds no gathered block after its forward pass."""
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.model import Llama
-
-    attention = partial(BurstAttention, group=Mesh.over_bmtrain().sequence)
-    model = Llama(tiny.config(num_layers=3), attention=attention, zero_level=level, seed=0)
+    attention = partial(lazy.BurstAttention, group=Mesh.over_bmtrain().sequence)
+    model = lazy.Llama(tiny.config(num_layers=3), attention=attention, zero_level=level, seed=0)
     model.requires_grad_(False)
     ids = torch.randint(61, (1, 14))
     live = WithGathered(model)
@@ -122,9 +118,6 @@ def after_frozen_forward(level: int) -> None:
 
 def links() -> None:
     """Measure links between the ranks of a process group."""
-    from bmburst.plan import rates
-    from bmburst.schedule.hardware import NUMBERS
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rates, "call_seconds", partial(rates.call_seconds, budget=0.0))  # s; the fewest calls
         found = rates.measure_links(torch.device("cpu"))

@@ -31,11 +31,7 @@ def task(tokens, preset="llama-3-8b", **more):
 # Measured with bmburst on H200s in bf16: seconds to the first token, milliseconds a token.
 @pytest.mark.parametrize(
     ("tokens", "gpus", "first", "token"),
-    [
-        (4 * KIB, 1, 0.095, 4.08),
-        (32 * KIB, 1, 1.17, 4.93),
-        (128 * KIB, 1, 9.91, 7.72),
-    ],
+    [(4 * KIB, 1, 0.095, 4.08), (32 * KIB, 1, 1.17, 4.93), (128 * KIB, 1, 9.91, 7.72)],
 )
 def test_predictions_are_what_was_measured_on_h200s(tokens, gpus, first, token):
     found = predict_generation(task(tokens, new_tokens=24), gpus, H200)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from bmburst.train.config import DataConfig, EvalConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from tests import chat, tiny
+from bmburst.train.evaluate import evaluate_checkpoint
+from bmburst.train.trainer import Trainer
+from tests import chat, lazy, tiny
 from tests.train import cases, run_program
 
 STEPS, TOKENS = 2, 97
@@ -59,8 +61,6 @@ def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
 
 def train(folder: Path, case: Case) -> None:
     """Do a case, and leave what came of it."""
-    from bmburst.train.trainer import Trainer
-
     trainer = Trainer(config(folder, case, eval_sequences=10**6))
     trainer.restore()
     evaluated = trainer.evaluate().loss
@@ -77,10 +77,6 @@ def train(folder: Path, case: Case) -> None:
 
 def evaluate(folder: Path) -> None:
     """Leave loss and number of tokens of what `bmburst eval` gives for records, text and a mixture of both."""
-    import bmtrain as bmt
-
-    from bmburst.train.evaluate import evaluate_checkpoint
-
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     found = []
     for data in ("chats.jsonl", "book.txt", "mix.yaml"):
@@ -94,5 +90,5 @@ def evaluate(folder: Path) -> None:
             )
         )
         found.append([measured.loss, measured.tokens])
-    if bmt.rank() == 0:
+    if lazy.bmt.rank() == 0:
         (folder / "evaluated.json").write_text(json.dumps(found))

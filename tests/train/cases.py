@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests import lazy
 from tests.distributed.programs import run_program
 
 
@@ -61,13 +62,11 @@ def adamw(model: torch.nn.Module, weight_decay: float, **options: Any) -> torch.
 
 def record(trainer: Any, batches: Iterable[Any]) -> dict[str, Any]:
     """Train on each batch; return losses, norms and numbers of tokens, and the whole gradients of the first."""
-    from bmburst.zero import gather, named_shards
-
     seen: dict[str, Any] = {"losses": [], "norms": [], "tokens": []}
     for batch in batches:
         facts = trainer.backward(batch)
         if "gradients" not in seen:
-            seen["gradients"] = {s.name: gather(s, s.storage.grad) for s in named_shards(trainer.model)}
+            seen["gradients"] = {s.name: lazy.gather(s, s.storage.grad) for s in lazy.named_shards(trainer.model)}
         trainer.update(facts)
         for name, value in zip(("losses", "norms", "tokens"), (facts.loss, facts.grad_norm, facts.tokens), strict=True):
             seen[name].append(value)
@@ -109,14 +108,11 @@ def reference_steps(
 
 def held(trainer: Any) -> dict[str, torch.Tensor]:
     """Return this rank's weights and optimizer state by name, with its number of steps."""
-    from bmburst.optim.adamw import state_names
-    from bmburst.zero import named_shards
-
     found = {}
-    for shard in named_shards(trainer.model):
+    for shard in lazy.named_shards(trainer.model):
         found[shard.name] = shard.local().detach().cpu().clone()
         if shard.storage.requires_grad:
-            for key in state_names(shard):
+            for key in lazy.state_names(shard):
                 found[f"{shard.name}.{key}"] = trainer.optimizer.state_of(shard, key).cpu().clone()
             taken = trainer.optimizer.state.get(shard.storage, {}).get("step", 0)
             found[f"{shard.name}.step"] = torch.tensor(taken)

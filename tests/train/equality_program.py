@@ -7,7 +7,8 @@ import torch
 
 from bmburst.sequence import IGNORE_INDEX
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig
-from tests import tiny
+from bmburst.train.trainer import Trainer
+from tests import lazy, tiny
 from tests.train import cases
 from tests.train.given import local
 
@@ -73,9 +74,6 @@ def train_some(folder: Path, runs: list[tuple[Split, Case]]) -> None:
 
 
 def _train(folder: Path, split: Split, case: Case, dtype: Any, steps: int) -> None:
-    from bmburst.train.trainer import Trainer
-    from bmburst.zero import gather, named_shards
-
     data, sequence, tensor = (*split, 1)[:3]
     share = SEQUENCES // data
     config = TrainConfig(
@@ -112,7 +110,7 @@ def _train(folder: Path, split: Split, case: Case, dtype: Any, steps: int) -> No
 
     seen = cases.record(trainer, map(given, range(steps)))
     assert seen["tokens"] == counts
-    seen["parameters"] = {s.name: gather(s) for s in named_shards(trainer.model)}
+    seen["parameters"] = {s.name: lazy.gather(s) for s in lazy.named_shards(trainer.model)}
     if trainer.is_main:
         torch.save(seen, folder / f"{_name(split, case, dtype)}.pt")
 

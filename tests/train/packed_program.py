@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
+from bmburst.train.trainer import Trainer
+from tests import lazy
 from tests.train import cases, run_program
 from tests.train.given import local
 
@@ -71,9 +73,6 @@ def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
 
 def train(folder: Path, case: Case) -> None:
     """Do a case, and leave what came of it."""
-    from bmburst.train.trainer import Trainer
-    from bmburst.zero import gather, named_shards
-
     trainer = Trainer(config(folder, case, eval_sequences=10**6))
     trainer.restore()
     evaluated = trainer.evaluate()
@@ -86,7 +85,7 @@ def train(folder: Path, case: Case) -> None:
 
     seen = cases.record(trainer, map(given, range(STEPS)))
     seen["evaluated"] = [evaluated.loss, evaluated.bits_per_byte]
-    seen["parameters"] = {s.name: gather(s) for s in named_shards(trainer.model)}
+    seen["parameters"] = {s.name: lazy.gather(s) for s in lazy.named_shards(trainer.model)}
     seen["text loss"] = trainer.step().loss
     if trainer.is_main:
         torch.save(seen, folder / f"{case}.pt")

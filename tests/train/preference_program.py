@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from bmburst.blocks.config import LoRAConfig
+from bmburst.checkpoint import hugging_face
 from bmburst.train.config import DataConfig, DPOConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from tests import chat, tiny
+from bmburst.train.objective import PairObjective
+from bmburst.train.trainer import Trainer
+from tests import chat, lazy, tiny
 from tests.train import cases, run_program
 
 TOKENS, BATCH, BETA = 131, 3, 0.3
@@ -82,14 +85,6 @@ def adapter(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def train(folder: Path, case: Case) -> None:
     """Do a case, and leave what came of it."""
-    import bmtrain as bmt
-
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.model import Llama
-    from bmburst.train.objective import PairObjective
-    from bmburst.train.trainer import Trainer
-    from bmburst.zero import gather, named_shards, scatter
-
     trainer = Trainer(config(folder, case, eval_sequences=10**6))
     trainer.restore()
     evaluated = trainer.evaluate()
@@ -108,26 +103,24 @@ def train(folder: Path, case: Case) -> None:
 
     mesh = trainer.mesh
     make = partial(
-        Llama,
+        lazy.Llama,
         SHAPE,
-        attention=partial(BurstAttention, group=mesh.sequence, layout=case.layout),
+        attention=partial(lazy.BurstAttention, group=mesh.sequence, layout=case.layout),
         dtype=torch.float64,
         loss_chunk=16,
     )
     model = make(lora=LORA if case.lora else None, seed=None)
-    from bmburst.checkpoint import hugging_face
-
     hugging_face.load(model, folder / "model")
-    shards = named_shards(model)
+    shards = lazy.named_shards(model)
     for shard in shards:
         if ".lora_" in shard.name:
-            scatter(shard, adapter(shard.name, shard.shape))
+            lazy.scatter(shard, adapter(shard.name, shard.shape))
     reference = None
     if not case.lora:
         reference = make(seed=None)
         hugging_face.load(reference, folder / "other")
     objective = PairObjective(model, mesh, trainer.cut, trainer.runtime.device, BETA, reference)
-    manager = bmt.optim.OptimManager(loss_scale=None)
+    manager = lazy.bmt.optim.OptimManager(loss_scale=None)
     step = objective.begin(batch)
     for part in batch.micro_batches(case.micro):
         manager.backward(step.forward(part))
@@ -135,7 +128,7 @@ def train(folder: Path, case: Case) -> None:
     # A frozen weight has no gradient on any rank.
     trained = [s for s in shards if not case.lora or ".lora_" in s.name]
     assert all(s.storage.grad is None for s in shards if s not in trained)
-    seen["gradients"] = {s.name: gather(s, s.storage.grad, dtype=torch.float64) for s in trained}
+    seen["gradients"] = {s.name: lazy.gather(s, s.storage.grad, dtype=torch.float64) for s in trained}
 
     batch.labels.fill_(-100)  # pairs without answers: the margin is 0, and nothing moves
     for shard in shards:

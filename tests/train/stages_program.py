@@ -21,7 +21,7 @@ from bmburst.schedule.documents import Documents
 from bmburst.schedule.pipeline import stage_layers
 from bmburst.train import models
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig
-from tests import tiny
+from tests import lazy, tiny
 from tests.refusals import refused
 from tests.train import cases, run_program
 
@@ -74,8 +74,6 @@ ALONE = Split(1)
 
 def compare(folder: Path, split: Split, names: list[str]) -> None:
     """Train, skip a step, save, evaluate, and leave what came of it."""
-    from bmburst.zero import gather, gradient_of, named_shards
-
     if split == Split(2):
         _refusals()
     for name in names:
@@ -93,15 +91,15 @@ def compare(folder: Path, split: Split, names: list[str]) -> None:
             with _overflow(trainer, step == SKIPPED), _watched(trainer) if split.pipe > 1 else nullcontext():
                 facts = trainer.backward(trainer.next_batch())
             if step == 1:
-                shards = [each for each in named_shards(trainer.model) if each.storage.requires_grad]
-                seen["gradients"] = {each.name: gather(each, gradient_of(each)) for each in shards}
+                shards = [each for each in lazy.named_shards(trainer.model) if each.storage.requires_grad]
+                seen["gradients"] = {each.name: lazy.gather(each, lazy.gradient_of(each)) for each in shards}
             trainer.update(facts)
             seen["losses"].append(facts.loss)
             seen["norms"].append(facts.grad_norm)
             seen["finite"].append(facts.is_finite)
             if step == SAVED and trainer.config.checkpoint_every is not None:
                 trainer.save()
-        seen["parameters"] = {s.name: gather(s) for s in named_shards(trainer.model)}
+        seen["parameters"] = {s.name: lazy.gather(s) for s in lazy.named_shards(trainer.model)}
         seen["tokens"], seen["skipped"] = facts.tokens, trainer.progress.skipped
         seen["eval"] = asdict(trainer.evaluate())
         if split == Split(2):
@@ -111,48 +109,42 @@ def compare(folder: Path, split: Split, names: list[str]) -> None:
 
 def _add_twice(trainer: Any) -> None:
     """Take the gradient of a batch twice before an update, also that of a tied table; both stages hold equal bits."""
-    from bmburst.zero import gradient_of, named_shards
-
     batch = trainer.next_batch()
     once, twice = (trainer.backward(batch).grad_norm for _ in range(2))
     assert twice == pytest.approx(2 * once, rel=1e-5)
     if trainer.config.model.tie_embeddings:
-        (table,) = (each for each in named_shards(trainer.model) if "embed_tokens" in each.name)
-        found = gather_objects(trainer.mesh.world, contents(gradient_of(table)))
+        (table,) = (each for each in lazy.named_shards(trainer.model) if "embed_tokens" in each.name)
+        found = gather_objects(trainer.mesh.world, contents(lazy.gradient_of(table)))
         assert found[0] == found[1]
 
 
 def _refusals() -> None:
     """What BMTrain's own pipeline would compute wrongly, and what knows no stages."""
-    import bmtrain as bmt
-
-    from bmburst.attention.module import BurstAttention
     from bmburst.launch.start import start
-    from bmburst.zero import named_shards
 
-    class Layer(bmt.DistributedModule):  # type: ignore[misc]
+    class Layer(lazy.bmt.DistributedModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.weight = bmt.DistributedParameter(torch.ones(3))
+            self.weight = lazy.bmt.DistributedParameter(torch.ones(3))
 
     mesh, one = Mesh.over_bmtrain(), torch.ones(())
     q, documents = torch.randn(1, 4, 2, 8, generator=torch.Generator().manual_seed(0)), Documents((1, 3))
-    attention = BurstAttention(group=mesh.sequence)
+    attention = lazy.BurstAttention(group=mesh.sequence)
     for words, attempt in {
-        "global_mean over 2 ranks | 2 stages | 2 times too large": lambda: global_mean(one, 4, bmt.world_size()),
+        "global_mean over 2 ranks | 2 stages | 2 times too large": lambda: global_mean(one, 4, lazy.bmt.world_size()),
         "Documents | 2 stages | rows of other ranks": lambda: attention(q, q, q, None, documents),
         "tuple | 2 stages": lambda: attention(q, q, q, None, (documents,)),
         "pipe 1 | BMTrain was started with 2": lambda: start(pipe=1),
         "mesh has 2 stages | CPM-Live": lambda: require_mesh(mesh, "", "CPM-Live's"),
-        "PipelineTransformerBlockList | bmt.save": lambda: named_shards(
-            bmt.PipelineTransformerBlockList([bmt.Block(Layer(), mode="PIPE") for _ in range(2)])
+        "PipelineTransformerBlockList | bmt.save": lambda: lazy.named_shards(
+            lazy.bmt.PipelineTransformerBlockList([lazy.bmt.Block(Layer(), mode="PIPE") for _ in range(2)])
         ),
     }.items():
         with refused(words):
             attempt()
     assert global_mean(one, 4, mesh.shape.stage_size) == 0.25
     assert torch.equal(attention(q, q, q, None, "causal"), attention(q, q, q))
-    BurstAttention(group=mesh.sequence, mask=documents)(q, q, q)
+    lazy.BurstAttention(group=mesh.sequence, mask=documents)(q, q, q)
 
 
 def resume(folder: Path, split: Split, name: str, source: str, target: str) -> None:
@@ -195,8 +187,6 @@ def _watched(trainer: Any) -> Iterator[None]:
 
     The last norm is small, and is gathered in each micro-batch.
     """
-    import bmtrain as bmt
-
     from bmburst.blocks import stages
 
     model, exchange = trainer.model, stages.exchange
@@ -207,11 +197,11 @@ def _watched(trainer: Any) -> Iterator[None]:
 
     with (
         patch.object(stages, "exchange", watched),
-        patch.object(bmt.nccl, "allGather", wraps=bmt.nccl.allGather) as gathers,
+        patch.object(lazy.bmt.nccl, "allGather", wraps=lazy.bmt.nccl.allGather) as gathers,
     ):
         yield
     if trainer.config.parallel.zero_level == 2:
-        groups = [bmt.config[name] for name in ("pp_zero_comm", "pp_tp_zero_comm") if name in bmt.config]
+        groups = [lazy.bmt.config[name] for name in ("pp_zero_comm", "pp_tp_zero_comm") if name in lazy.bmt.config]
         made = sum(call.args[2] in groups for call in gathers.call_args_list)
         tables = sum(hasattr(*each) for each in ((model.model, "embed_tokens"), (model, "lm_head")))
         storages = sum(len(block._storage_info) for block in model.model.layers)

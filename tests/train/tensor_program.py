@@ -9,9 +9,13 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+from bmburst.comm.groups import communicator
+from bmburst.launch.start import start
+from bmburst.mesh import Mesh
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig
 from bmburst.train.step import LossScale
 from bmburst_ops.swiglu import swiglu
+from tests import lazy
 from tests.blocks.program import MINICPM, _bmtrain_checkpoint, _moved
 from tests.comm.test_communicators import check_mesh
 from tests.refusals import refused
@@ -58,14 +62,9 @@ def resume(folder: Path, tensor: int, other: int, names: list[str]) -> None:
 
 def storage(folder: Path) -> None:
     """Where the parts of a tensor lie, for ours and for BMTrain's own checkpoints; two ranks that share matrices."""
-    import bmtrain as bmt
-
-    from bmburst.comm.groups import communicator
-    from bmburst.mesh import Mesh
-
     mesh = Mesh.over_bmtrain()
     check_mesh(mesh, 1, 1, 2)
-    assert mesh.tensor is communicator(bmt.config["tp_comm"])  # no second one, and the model's
+    assert mesh.tensor is communicator(lazy.bmt.config["tp_comm"])  # no second one, and the model's
     with mesh.current():
         assert _moved() == []
         assert _bmtrain_checkpoint(folder, 2)
@@ -86,39 +85,28 @@ def chunks(folder: Path) -> None:
 
     Rows of two sequences, all tokens of the tensor group, are cut.
     """
-    import bmtrain as bmt
-
-    from bmburst.attention.module import BurstAttention
-    from bmburst.blocks.model import Llama
-    from bmburst.mesh import Mesh
-    from bmburst.zero import gather, named_shards
-
-    attention = partial(BurstAttention, group=Mesh.over_bmtrain().sequence, layout="contiguous")
+    attention = partial(lazy.BurstAttention, group=Mesh.over_bmtrain().sequence, layout="contiguous")
     ids = torch.randint(run_program.SHAPE.vocab_size, (2, 48), generator=torch.Generator().manual_seed(2))
     positions, found = torch.arange(47).expand(2, -1), {}
     for name, options in CHUNKS.items():
         counted = Mock(side_effect=swiglu)
         with patch("bmburst_ops.gated_mlp.swiglu", counted):
-            model = Llama(DEALT["model"], attention=attention, seed=0, **options)
+            model = lazy.Llama(DEALT["model"], attention=attention, seed=0, **options)
             model.loss(ids[:, :-1], positions, ids[:, 1:]).backward()
-        found[name] = {shard.name: gather(shard, shard.parameter.grad) for shard in named_shards(model)}
+        found[name] = {shard.name: lazy.gather(shard, shard.parameter.grad) for shard in lazy.named_shards(model)}
         found[name]["chunks"] = torch.tensor(counted.call_count)
-    if bmt.rank() == 0:
+    if lazy.bmt.rank() == 0:
         torch.save(found, folder / "chunks.pt")
 
 
 def refusals() -> None:
     """What cannot work is said on every rank, before anything waits."""
-    from bmburst.blocks.model import Llama
-    from bmburst.launch.start import start
-    from bmburst.mesh import Mesh
-
     three = replace(run_program.SHAPE, num_heads=3, num_kv_heads=1, head_dim=8)
     wide = replace(run_program.SHAPE, intermediate_size=25)
     for words, attempt in {
-        "tensor 2 | 3 query heads | 1 KV heads | 1 and 3": lambda: Llama(three),
-        "tensor 2 | intermediate_size 25 | 1 and 5": lambda: Llama(wide),
-        "tensor parallelism 2 | ranks share a sequence": lambda: Llama(run_program.SHAPE),
+        "tensor 2 | 3 query heads | 1 KV heads | 1 and 3": lambda: lazy.Llama(three),
+        "tensor 2 | intermediate_size 25 | 1 and 5": lambda: lazy.Llama(wide),
+        "tensor parallelism 2 | ranks share a sequence": lambda: lazy.Llama(run_program.SHAPE),
         "tensor 1 | BMTrain | 2": lambda: Mesh.over_bmtrain(tensor=1),
         "tensor 4 | BMTrain | 2": lambda: start(tensor=4),
         "heads 2 | 1 sequence ranks | work: 1": lambda: Mesh.over_bmtrain(heads=2),

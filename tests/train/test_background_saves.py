@@ -21,7 +21,7 @@ from bmburst.checkpoint.sharded_files import on_every_rank
 from bmburst.checkpoint.staging import Staging
 from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.train.config import OptimizerConfig, ParallelConfig
-from tests import tiny
+from tests import lazy, tiny
 from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
 from tests.refusals import refused, says
@@ -61,10 +61,8 @@ def test_a_checkpoint_holds_the_step_at_which_it_was_begun(tmp_path, ranks, tens
 
 
 def _holds_its_step(folder, tensor, cases):
-    from bmburst.optim import updates
-
     options = {"model": SHAPE, "parallel": ParallelConfig(tensor_parallel=tensor), "init_from": folder / "base"}
-    update = updates._update
+    update = lazy.updates._update
 
     def late_update(*args):
         time.sleep(0.3)
@@ -76,7 +74,7 @@ def _holds_its_step(folder, tensor, cases):
         other.step()
         expected = contents(other.save())
         ours.restore()
-        with patch.object(updates, "_update", late_update):  # of weights in host memory: it still goes on below
+        with patch.object(lazy.updates, "_update", late_update):  # of weights in host memory: it still goes on below
             ours.step()
         assert beside_training(ours) == ""
         begun, released = threading.Event(), threading.Event()

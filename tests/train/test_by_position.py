@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bmburst.data import PackedSequences, evaluation_batches, open_corpus
 from bmburst.outputs import is_picture
+from bmburst.train import evaluate
+from bmburst.train.config import EvalConfig
 from tests.cli.commands import refused
 from tests.distributed.programs import on_program
 from tests.distributed.started import run_bmburst
@@ -23,10 +26,6 @@ MODEL = Path(__file__).parents[1] / "inference" / "passkey"
 @on_program(3)
 def test_bins_equal_transformers(pack, tmp_path):
     from transformers import LlamaForCausalLM
-
-    from bmburst.data import PackedSequences, evaluation_batches, open_corpus
-    from bmburst.train import evaluate
-    from bmburst.train.config import EvalConfig
 
     os.environ["XDG_CACHE_HOME"] = str(tmp_path)
     trainer = program.trainer(tmp_path, "run")
@@ -79,9 +78,6 @@ def test_bins_equal_transformers(pack, tmp_path):
 @on_program(1)
 def test_a_text_beyond_the_model_is_noted(tmp_path):
     """The loss there is no fault of the weights; documents of a packed sequence have positions of their own."""
-    from bmburst.train import evaluate
-    from bmburst.train.config import EvalConfig
-
     os.environ["XDG_CACHE_HOME"] = str(tmp_path)
     saved = program.trainer(tmp_path, "run").save()
     most = program.SHAPE.max_position_embeddings

@@ -143,43 +143,22 @@ def test_errors_name_the_file_and_the_nearest_key(tmp_path):
     says(text, "'sequence_lenght'", "'sequence_length'")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("steps", "0"),
-        ("sequence_length", "0"),
-        ("batch_size", "-1"),
-        ("seed", "-1"),
-        ("dtype", "float8"),
-        ("optimizer.loss_scale", "0.5"),
-        ("optimizer.loss_scale_steps", "0"),
-        ("recompute", "all"),
-        ("parallel.layout", "zig-zag"),
-        ("parallel.strategy", "rings"),
-        ("parallel.kernel", "cuda"),
-        ("parallel.transport", "mpi"),
-        ("parallel.zero_level", "1"),
-        ("parallel.zero_group", "0"),
-        ("parallel.zero_group", "rack"),
-        ("optimizer.lr", "0"),
-        ("optimizer.lr", "inf"),
-        ("optimizer.weight_decay", "nan"),
-        ("optimizer.beta1", "1"),
-        ("optimizer.clip_norm", "0"),
-        ("data.held_out_fraction", "0"),
-        ("data.held_out_fraction", "1"),
-        ("nproc", "0"),
-        ("hang_timeout", "-1"),
-        ("preset", "lama-tiny"),
-        ("preset", "none"),
-        ("model.num_kv_heads", "3"),
-        ("model.vocab_size", "100"),
-    ],
-)
-def test_bad_values_are_refused(name, value):
+BAD = """
+steps=0 sequence_length=0 batch_size=-1 seed=-1 dtype=float8 recompute=all nproc=0 hang_timeout=-1
+optimizer.loss_scale=0.5 optimizer.loss_scale_steps=0 optimizer.lr=0 optimizer.lr=inf optimizer.weight_decay=nan
+optimizer.beta1=1 optimizer.clip_norm=0 data.held_out_fraction=0 data.held_out_fraction=1
+parallel.layout=zig-zag parallel.strategy=rings parallel.kernel=cuda parallel.transport=mpi
+parallel.zero_level=1 parallel.zero_group=0 parallel.zero_group=rack
+preset=lama-tiny preset=none model.num_kv_heads=3 model.vocab_size=100
+"""
+
+
+@pytest.mark.parametrize("option", BAD.split())
+def test_bad_values_are_refused(option):
+    name, _, value = option.partition("=")
     options = {name: value} | ({"data.tokenizer": "bytes"} if name == "model.vocab_size" else {})
     text = refusal_of(resolve, (), options)
-    if (name, value) != ("preset", "none"):
+    if option != "preset=none":
         assert value in text
         assert name.rpartition(".")[2] in text
 
@@ -358,25 +337,12 @@ def test_a_sequence_beyond_the_models_positions_is_refused_with_the_fix():
 
 def test_what_may_and_may_not_change_on_resume(tmp_path):
     before = resolve()
-    for name, value in [
-        ("steps", "500"),
-        ("batch_size", "4"),
-        ("optimizer.lr", "0.1"),
-        ("parallel.layout", "striped"),
-        ("data.cache", "x"),
-        ("checkpoint_every", "1"),
-        ("nproc", "4"),
-    ]:
+    may = "steps=500 batch_size=4 optimizer.lr=0.1 parallel.layout=striped data.cache=x checkpoint_every=1 nproc=4"
+    for name, value in (option.split("=") for option in may.split()):
         check_resumable(before, resolve((), {name: value}), tmp_path)
-    for name, value in [
-        ("seed", "1"),
-        ("sequence_length", "64"),
-        ("dtype", "bfloat16"),
-        ("data.source", "x.txt"),
-        ("data.held_out_fraction", "0.5"),
-        ("model.num_layers", "2"),
-        ("model.norm_eps", "0.5"),
-    ]:
+    may_not = "seed=1 sequence_length=64 dtype=bfloat16 data.source=x.txt data.held_out_fraction=0.5"
+    may_not += " model.num_layers=2 model.norm_eps=0.5"
+    for name, value in (option.split("=") for option in may_not.split()):
         text = refusal_of(check_resumable, before, resolve((), {name: value}), tmp_path)
         assert text.startswith(f"{name} {value} differs from")
     scaled = resolve((), {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": "2"})

@@ -9,10 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from bmburst import data
 from bmburst.inference.passkey import PasskeyCell
 from bmburst.outputs import blank_picture, is_picture
-from bmburst.train.context import Context
+from bmburst.train.context import Context, measure_context
 from bmburst.train.evaluate import PositionBin, draw_bins
+from bmburst.train.sections import DataConfig
+from bmburst.train.trainer import Trainer
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 
@@ -22,11 +25,6 @@ TEXTS = ["the quick brown fox " * 6, "jumps", "over the lazy dog, and back " * 3
 
 def reported(folder: Path, name: str) -> None:
     """Measure a model of large weights, and write the report to a folder of this name."""
-    from bmburst import data
-    from bmburst.train.context import measure_context
-    from bmburst.train.sections import DataConfig
-    from bmburst.train.trainer import Trainer
-
     source = DataConfig(source=str(folder / "text.jsonl"), held_out_fraction=0.5)
     model = replace(program.SHAPE, max_position_embeddings=LENGTH)
     config = program.config(folder, name, model=model, sequence_length=LENGTH, pack="documents", data=source)

@@ -15,6 +15,7 @@ from bmburst.data.whole_documents import pack_sequences
 from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
 from bmburst.train.resolve import resolve
 from bmburst.train.text import steps_of_epochs
+from bmburst.train.trainer import run
 from tests import chat, tiny
 from tests.distributed.programs import on_program, run_program
 from tests.refusals import refused
@@ -62,8 +63,6 @@ def config(folder, name, data_parallel=1, **changes):
 
 
 def _train(folder, name, data_parallel, resume=False):
-    from bmburst.train.trainer import run
-
     run(config(folder, name, data_parallel, resume=resume))
 
 
@@ -157,8 +156,6 @@ def test_a_run_goes_on_inside_an_epoch(folder):
 
 @on_program(1)
 def test_steps_that_are_not_those_of_the_epochs_are_refused(folder):
-    from bmburst.train.trainer import run
-
     given = config(folder, "refused")
     with refused("epochs 2", given.steps, given.steps + 1, "fix: "):
         run(given.replace(steps=given.steps + 1))

@@ -21,11 +21,13 @@ from bmburst.data.report import described
 from bmburst.inference.generator import Source
 from bmburst.inference.prompts import PromptEncoder
 from bmburst.inference.sampling import generation_options
+from bmburst.launch.start import start
 from bmburst.train.config import EvalConfig
 from bmburst.train.evaluate import read_model
 from bmburst.train.kept import kept_by_rank_0, kept_with_model, read_tokenizer
 from bmburst.train.resolve import resolve, set_defaults_of_data
 from bmburst.train.text import check_text, open_text
+from bmburst.train.trainer import run
 from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.refusals import refused
@@ -56,8 +58,6 @@ def folder(tmp_path_factory):
 
 
 def _train(folder):
-    from bmburst.train.trainer import run
-
     options = {
         "init_from": folder / "base",
         "data.source": folder / "chats.jsonl",
@@ -245,8 +245,6 @@ def test_what_a_folder_leaves_out_is_said_once(tmp_path):
 
 
 def _open(folder):
-    from bmburst.launch.start import start
-
     runtime = start()
     with contextlib.redirect_stderr(io.StringIO()) as said:
         open_text(resolve((), {"data.source": str(folder / "books")}), folder / "run", runtime)
@@ -302,8 +300,6 @@ def test_all_ranks_refuse_what_rank_0_alone_reads(tmp_path):
 
 
 def _refuse(text, source):
-    from bmburst.launch.start import start
-
     runtime, words = start(), text.tokenizer_name
     given = {"data.source": str(source), "data.tokenizer": words}
     with refused(words, "tokenizer.json"):

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from bmburst_ops.host_adamw import Rates
+from tests import lazy
 from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train.lazy_streams import late_copies
@@ -36,9 +38,7 @@ def test_in_one_process():
 
 
 def host_adam(piece, depth):
-    from bmburst.optim.updates import HostAdam
-
-    return HostAdam(piece=piece, depth=depth)
+    return lazy.HostAdam(piece=piece, depth=depth)
 
 
 def state_of(weights):
@@ -49,7 +49,6 @@ def state_of(weights):
 def update(weights, gradient, state, **changes):
     from bmburst.optim.states import part_of_all
     from bmburst.optim.updates import Update
-    from bmburst_ops.host_adamw import Rates
 
     parts, rates = part_of_all(weights.numel(), ""), Rates(**{"weight_decay": 0.0, **RATES, **changes})
     return Update(weights=weights, gradient=gradient, state=state, parts=parts, rates=rates)
@@ -143,10 +142,8 @@ def rounded(master, dtype):
 
 def make(offload, dtype, size=130, **options):
     """Return the optimizer of two parameters, one of which gets no gradient."""
-    from bmburst.optim.adamw import AdamW
-
     parameters = [torch.nn.Parameter(torch.linspace(-2, 2, size).to(dtype)) for _ in range(2)]
-    return AdamW(parameters, **RATES, weight_decay=0.1, offload=offload, **options), parameters[0]
+    return lazy.AdamW(parameters, **RATES, weight_decay=0.1, offload=offload, **options), parameters[0]
 
 
 def give(parameter, seed):
@@ -166,11 +163,9 @@ def check_what_is_skipped():
 
 def check_loss_scale():
     """A gradient that overflows changes nothing but the scale, and the scale nothing but the range of gradients."""
-    import bmtrain as bmt
-
     for dtype, offload in itertools.product((torch.float16, torch.bfloat16), (True, False)):
         (ours, parameter), (plain, wanted) = make(offload, dtype), make(offload, dtype)
-        manager = bmt.optim.OptimManager(loss_scale=64.0)
+        manager = lazy.bmt.optim.OptimManager(loss_scale=64.0)
         manager.add_optimizer(ours)
         for step in range(3):
             give(wanted, step)

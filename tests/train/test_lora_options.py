@@ -20,8 +20,9 @@ from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import hardware_like
 from bmburst.train.config import DPOConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from bmburst.train.resolve import check_paths, resolve
+from bmburst.train.trainer import Trainer
 from bmburst_ops.dropout import Dropout, keys
-from tests import tiny
+from tests import lazy, tiny
 from tests.distributed.programs import run_program
 from tests.pairs import long
 from tests.refusals import refused
@@ -145,10 +146,6 @@ def test_training_is_pefts(tmp_path: Path, size: int, tensor: int, names: tuple[
 
 
 def _training_is_pefts(folder: Path, tensor: int, names: tuple[str, ...]) -> None:
-    import bmtrain as bmt
-
-    from bmburst.train.trainer import Trainer
-
     for name in names:
         changes = {"parallel": ParallelConfig(tensor_parallel=tensor)}
         if tensor == 1 and "lora_dropout" in CASES[name]:  # one chunk after another, recomputed, drops the same
@@ -166,7 +163,7 @@ def _training_is_pefts(folder: Path, tensor: int, names: tuple[str, ...]) -> Non
         again.restore()
         assert [again.step().loss for _ in range(STEPS - 3)] == [each.loss for each in steps[3:]], name
         made.save()
-        if bmt.rank() == 0:
+        if lazy.bmt.rank() == 0:
             found = batches, [each.loss for each in steps], [dict(each.grad_norms) for each in steps]
             torch.save(found, folder / f"{name}.pt")
 

@@ -11,7 +11,7 @@ from bmburst.blocks.config import LoRAConfig
 from bmburst.cli import main
 from bmburst.train.config import OptimizerConfig, ParallelConfig, ScheduleConfig
 from bmburst_ops import nf4
-from tests import tiny
+from tests import lazy, tiny
 from tests.distributed.programs import run_program
 from tests.pairs import long
 from tests.refusals import refused, says
@@ -34,15 +34,14 @@ def trainer(folder, name, **changes):
 
 
 def state(made):
-    from bmburst.optim.adamw import state_names
-    from bmburst.zero import gather, named_shards
-
     found = {}
-    for shard in named_shards(made.model):
-        whole = gather(shard)
+    for shard in lazy.named_shards(made.model):
+        whole = lazy.gather(shard)
         found[shard.name] = whole.view(torch.int32) if shard.name.endswith(".nf4") else whole  # no numbers
         if shard.storage.requires_grad:
-            found |= {f"{shard.name}.{key}": made.optimizer.state_of(shard, key).clone() for key in state_names(shard)}
+            found |= {
+                f"{shard.name}.{key}": made.optimizer.state_of(shard, key).clone() for key in lazy.state_names(shard)
+            }
     return found
 
 

@@ -13,8 +13,11 @@ from bmburst.checkpoint.adapter import adapter_shapes
 from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.cli import main
 from bmburst.cli.run_folder import checkpoint_bytes
+from bmburst.inference.generator import Generator, Source
 from bmburst.train.clock import FlopsMeter
 from bmburst.train.config import EvalConfig, OptimizerConfig, TrainConfig
+from bmburst.train.evaluate import evaluate_checkpoint
+from bmburst.train.trainer import Trainer
 from tests import tiny
 from tests.distributed.programs import on_program, run_program
 from tests.refusals import refused, says
@@ -55,8 +58,6 @@ def losses(folder, *asked):
 
 
 def _losses(folder, asked):
-    from bmburst.train.evaluate import evaluate_checkpoint
-
     found = []
     for model, adapter in asked:
         given = {"checkpoint": folder / model, "adapter": None if adapter is None else folder / adapter}
@@ -90,8 +91,6 @@ def _train_in_4bit(folder):
 
 
 def test_an_adapter_on_4_bits_is_used_on_4_bits(in_4bit):
-    from bmburst.inference.generator import Generator, Source
-
     run = in_4bit / "run-4bit" / "checkpoints" / "step-000004"
     (in_4bit / "peft").mkdir()
     shutil.copy(run / "adapter_config.json", in_4bit / "peft")
@@ -107,8 +106,6 @@ def test_an_adapter_on_4_bits_is_used_on_4_bits(in_4bit):
 
 
 def test_answers_are_those_of_the_merged_model(trained):
-    from bmburst.inference.generator import Generator, Source
-
     def answer(*given):
         source = Source.open(*(trained / each for each in given))
         assert source.tokenizer is not None or given == ("base",) or given == ("merged",)
@@ -125,9 +122,6 @@ def test_answers_are_those_of_the_merged_model(trained):
 
 @on_program(2)
 def test_the_sample_of_a_run_is_written_with_its_adapter(in_4bit):
-    from bmburst.inference.generator import Generator
-    from bmburst.train.trainer import Trainer
-
     for end, base in (("", "dtype"), ("-4bit", "4bit")):
         made = Trainer(
             replace(config(in_4bit, lora=replace(LORA, base=base), resume=True), output=in_4bit / f"run{end}")

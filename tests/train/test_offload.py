@@ -13,6 +13,8 @@ from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import hardware_like
 from bmburst.train import machine, memory_plan
 from bmburst.train.config import OptimizerConfig, ParallelConfig
+from bmburst.train.trainer import Trainer
+from tests import lazy
 from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train import run_program as program
@@ -28,9 +30,6 @@ def test_trains_and_resumes(tmp_path):
 
 
 def trainer(folder, name, offload, dtype, level, **changes):
-    from bmburst.optim.updates import HostAdam
-    from bmburst.train.trainer import Trainer
-
     config = program.config(
         folder,
         name,
@@ -40,7 +39,7 @@ def trainer(folder, name, offload, dtype, level, **changes):
         **changes,
     )
     # Every storage in several pieces.
-    with patch("bmburst.optim.adamw.HostAdam", side_effect=partial(HostAdam, piece=64, depth=2)) as host:
+    with patch("bmburst.optim.adamw.HostAdam", side_effect=partial(lazy.HostAdam, piece=64, depth=2)) as host:
         made = Trainer(config)
     assert host.called == offload
     return made
@@ -84,8 +83,6 @@ def checkpoints(folder, left, dtype, level, rel):
 
 
 def _edges(folder):
-    import bmtrain as bmt
-
     # Saved before its first step.
     fresh = trainer(folder, "fresh", True, "bfloat16", 3)
     fresh.save()
@@ -95,13 +92,13 @@ def _edges(folder):
     # A gradient that is not finite, on one rank, changes nothing.
     before = held(fresh)
     parameters = [p for group in fresh.optimizer.param_groups for p in group["params"]]
-    if bmt.rank() == 1:
+    if lazy.bmt.rank() == 1:
         parameters[0].grad.fill_(math.nan)  # backward adds to it
     fresh.update(fresh.backward(fresh.next_batch()))
     require_equal(held(fresh), before)
     # One host has too little memory: every rank refuses.
     with pytest.MonkeyPatch.context() as patch:
-        if bmt.rank() == 1:
+        if lazy.bmt.rank() == 1:
             patch.setattr(memory_plan, "available_bytes", lambda: 1)
         with refused("optimizer.offload", "host", "in reserve"):
             trainer(folder, "short", True, "bfloat16", 3)

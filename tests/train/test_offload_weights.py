@@ -1,14 +1,21 @@
 """A run with weights, gradients and optimizer in host memory is the run with the optimizer alone there."""
 
+import time
+from concurrent.futures import Future
+
 import pytest
 import torch
 
+from bmburst.comm.host_memory import HostMemory, HostShard, ShardCopies
 from bmburst.train.config import OptimizerConfig, ParallelConfig
+from bmburst_ops.host_adamw import Rates, joined, split
+from tests import lazy
 from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
 from tests.refusals import refusal_of, says
 from tests.train import run_program as program
 from tests.train.cases import held, require_equal, steps
+from tests.train.lazy_streams import late_copies
 
 STEPS = 4  # equal bit by bit: a difference shows at the second step, or never
 
@@ -68,18 +75,16 @@ def test_either_reads_the_checkpoint_of_the_other(tmp_path, dtype):
 
 @on_program(2)
 def test_bmtrain_saves_loads_and_initializes_it(tmp_path):
-    import bmtrain as bmt
-
     streamed, resident = (trainer(tmp_path, f"run-{streams}", streams, "bfloat16") for streams in (True, False))
     for made in (streamed, resident):
         steps(made, 2)
-        bmt.save(made.model, str(tmp_path / f"{made is streamed}.pt"))
+        lazy.bmt.save(made.model, str(tmp_path / f"{made is streamed}.pt"))
     ours, wanted = (torch.load(tmp_path / f"{is_ours}.pt", weights_only=True) for is_ours in (True, False))
     require_equal(ours, wanted)
     other = trainer(tmp_path, "other", True, "bfloat16", seed=3)
     steps(other, 1)
     other.model.model.layers[0].prefetch()  # old weights
-    bmt.load(other.model, str(tmp_path / "False.pt"))
+    lazy.bmt.load(other.model, str(tmp_path / "False.pt"))
     require_equal(weights(other), weights(resident))
     batch = resident.next_batch()
     assert other.backward(batch).loss == resident.backward(batch).loss
@@ -97,11 +102,7 @@ def weights(made):
 
 @on_program(1)
 def test_reads_after_a_step_wait_for_the_update(tmp_path):
-    import time
-
-    from bmburst.optim import updates
-
-    update, made = updates._update, {}
+    update, made = lazy.updates._update, {}
     with pytest.MonkeyPatch.context() as patch:
         for is_late in (False, True):
             made[is_late], order = trainer(tmp_path, f"run-{is_late}", True, "bfloat16"), []
@@ -111,7 +112,7 @@ def test_reads_after_a_step_wait_for_the_update(tmp_path):
                 order.append(args[0].shard.order)
                 update(*args)
 
-            patch.setattr(updates, "_update", late)
+            patch.setattr(lazy.updates, "_update", late)
             steps(made[is_late], 2)
             made[is_late].evaluate()
             assert order == 2 * [0, 0, 1, 1]  # as forward needs them
@@ -125,7 +126,7 @@ def test_reads_after_a_step_wait_for_the_update(tmp_path):
 @on_program(1)
 def test_weights_on_the_gpu_are_updated_before_the_others_begin(tmp_path):
     """Both at once would share the host's memory bandwidth, and only the first hold up the GPU."""
-    from bmburst.optim.updates import HostAdam, LateUpdates
+    from bmburst.optim.updates import LateUpdates
 
     made, order = trainer(tmp_path, "run", True, "bfloat16"), []
 
@@ -137,7 +138,7 @@ def test_weights_on_the_gpu_are_updated_before_the_others_begin(tmp_path):
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostAdam, "step", recorded(HostAdam.step))
+        patch.setattr(lazy.HostAdam, "step", recorded(lazy.HostAdam.step))
         patch.setattr(LateUpdates, "start", recorded(LateUpdates.start))
         steps(made, 2)
     assert order == 2 * ["HostAdam.step", "LateUpdates.start"]
@@ -145,14 +146,12 @@ def test_weights_on_the_gpu_are_updated_before_the_others_begin(tmp_path):
 
 @on_program(1)
 def test_an_error_in_an_update_ends_the_run(tmp_path):
-    from bmburst.optim import updates
-
     def fails(*_):
         raise MemoryError("no room")
 
     made = trainer(tmp_path, "run", True, "bfloat16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(updates, "_update", fails)
+        patch.setattr(lazy.updates, "_update", fails)
         steps(made, 1)
         with pytest.raises(MemoryError, match="no room"):
             made.evaluate()
@@ -160,12 +159,10 @@ def test_an_error_in_an_update_ends_the_run(tmp_path):
 
 @on_program(2)
 def test_gradients_that_are_not_finite_change_nothing(tmp_path):
-    import bmtrain as bmt
-
     made = trainer(tmp_path, "run", True, "bfloat16")
     steps(made, 1)
     before = held(made)
-    if bmt.rank() == 1:
+    if lazy.bmt.rank() == 1:
         made.optimizer.gradients()[0].fill_(torch.nan)  # backward adds to it
     facts = made.backward(made.next_batch())
     assert not facts.is_finite
@@ -176,13 +173,8 @@ def test_gradients_that_are_not_finite_change_nothing(tmp_path):
 
 @on_program(1)
 def test_copies_that_come_late_are_waited_for():
-    from concurrent.futures import Future
-
-    from bmburst.comm.host_memory import HostShard, ShardCopies
-    from bmburst.optim import states, updates
+    from bmburst.optim import states
     from bmburst.optim.updates import ShardUpdate
-    from bmburst_ops.host_adamw import Rates
-    from tests.train.lazy_streams import late_copies
 
     with late_copies():
         streams, made = [], torch.cuda.Stream
@@ -237,7 +229,7 @@ def test_copies_that_come_late_are_waited_for():
         parts = states.part_of_all(len(shard.weights), "")
         state = states.initial_state(shard.weights, shard.weights.device, "float32", parts, with_weights=True)
         given = {"parts": parts, "rates": Rates(1.0, (0.5, 0.5), 0.0, 0.0), "scale": 1.0}
-        late = updates.LateUpdates()
+        late = lazy.updates.LateUpdates()
         late.start([ShardUpdate(shard=shard, gradient=shard.parameter.grad, factor=0.5, state=state, **given)])
         shard.settle()
         assert state["exp_avg"].unique().item() == 0.5
@@ -246,28 +238,26 @@ def test_copies_that_come_late_are_waited_for():
 
 @on_program(2)
 def test_an_input_without_gradient_is_no_exception():
-    import bmtrain as bmt
-
-    from bmburst.blocks.gathering import GatherMemory
-    from bmburst.blocks.layers import Linear
     from bmburst.blocks.streamed import StreamedBlock
-    from bmburst.comm.host_memory import ShardCopies
-    from bmburst.zero import gather, gradient_of, named_shards
 
     found = []
     for streams in (False, True):
-        copies, memory, sizes = ShardCopies(), GatherMemory(), [(4, 6), (6, 4), (4, 4)]  # buffers of different sizes
-        linears = [Linear(a, b, dtype=torch.float32) for a, b in sizes]
+        copies, memory, sizes = (
+            ShardCopies(),
+            lazy.GatherMemory(),
+            [(4, 6), (6, 4), (4, 4)],
+        )  # buffers of different sizes
+        linears = [lazy.Linear(a, b, dtype=torch.float32) for a, b in sizes]
         blocks = [
-            StreamedBlock(each, copies, number, memory) if streams else bmt.Block(each, use_checkpoint=False)
+            StreamedBlock(each, copies, number, memory) if streams else lazy.bmt.Block(each, use_checkpoint=False)
             for number, each in enumerate(linears)
         ]
-        model = bmt.TransformerBlockList(blocks)
-        for shard in named_shards(model):
+        model = lazy.bmt.TransformerBlockList(blocks)
+        for shard in lazy.named_shards(model):
             shard.local().copy_(torch.linspace(-1, 1, shard.count))
         for _ in range(2):
             model(torch.ones(3, 4)).square().sum().backward()
-        found.append([gather(shard, gradient_of(shard)) for shard in named_shards(model)])
+        found.append([lazy.gather(shard, lazy.gradient_of(shard)) for shard in lazy.named_shards(model)])
     for ours, wanted in zip(found[1], found[0], strict=True):
         assert wanted.abs().sum() > 0
         assert torch.equal(ours, wanted)
@@ -275,8 +265,6 @@ def test_an_input_without_gradient_is_no_exception():
 
 @on_program(1)
 def test_halves_are_the_master_but_for_ties():
-    from bmburst_ops.host_adamw import joined, split
-
     low = torch.arange(1 << 16, dtype=torch.int32)
     for high in (*range(0, 1 << 16, 251), 0x7F7F, 0x7F80, 0xFF80, 0x0000, 0x8000, 0x3F80, 0x3F81):
         bits = (high - (1 << 16) if high > 0x7FFF else high) * (1 << 16) + low
@@ -305,13 +293,8 @@ def test_what_cannot_be_is_refused_before_work(tmp_path):
 
 @on_program(2)
 def test_memory_and_state_are_prepared_while_other_work_goes_on(tmp_path):
-    from bmburst.blocks.model import Llama
-    from bmburst.comm.host_memory import HostMemory
-    from bmburst.optim import updates
-    from bmburst.optim.adamw import AdamW
-
     memory = HostMemory()
-    model = Llama(program.SHAPE, offload_weights=True, host_memory=memory)
+    model = lazy.Llama(program.SHAPE, offload_weights=True, host_memory=memory)
     shards = [each for layer in model.model.layers for each in layer._shards]
     assert memory.nbytes == 2 * sum(each.weights.nbytes for each in shards)  # weights and gradients, no more
     tokens = torch.arange(24).view(1, -1)
@@ -321,13 +304,13 @@ def test_memory_and_state_are_prepared_while_other_work_goes_on(tmp_path):
     addresses = {tensor.data_ptr() for each in shards for tensor in (each.weights, each.parameter.grad)}
     assert len(addresses) == 2 * len(shards)
     # The state that is prepared is the one that a step makes.
-    ready, lazy = (trainer(tmp_path, f"run-{number}", True, "bfloat16") for number in range(2))
+    ready, other = (trainer(tmp_path, f"run-{number}", True, "bfloat16") for number in range(2))
     order = []
     ready.optimizer.prepare(after=lambda: order.append("memory"))
-    prepared = {id(future.result()[updates.MEAN]) for future in ready.optimizer._coming.values()}
+    prepared = {id(future.result()[lazy.updates.MEAN]) for future in ready.optimizer._coming.values()}
     assert order == ["memory"]
-    assert steps(ready, 2) == steps(lazy, 2)
-    require_equal(held(ready), held(lazy))
-    assert {id(state[updates.MEAN]) for state in ready.optimizer.state.values()} == prepared
+    assert steps(ready, 2) == steps(other, 2)
+    require_equal(held(ready), held(other))
+    assert {id(state[lazy.updates.MEAN]) for state in ready.optimizer.state.values()} == prepared
     ready.optimizer.prepare()  # nothing is missing
-    AdamW(torch.nn.Linear(2, 2).parameters()).prepare()  # nothing is in host memory
+    lazy.AdamW(torch.nn.Linear(2, 2).parameters()).prepare()  # nothing is in host memory

@@ -7,7 +7,10 @@ from importlib import import_module
 import pytest
 import torch
 
-from tests import tiny
+from bmburst.blocks.kinds import MATRICES, apart
+from bmburst.mesh import Mesh
+from bmburst.train.config import OptimizerConfig
+from tests import lazy, tiny
 from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train.run_program import SHAPE
@@ -15,22 +18,17 @@ from tests.train.run_program import SHAPE
 
 @on_program(2)
 def test_equals_torch():
-    from bmburst.blocks.kinds import MATRICES, apart
-    from bmburst.blocks.model import Llama
-    from bmburst.optim.adamw import build_optimizer
     from bmburst.optim.norms import GradientNorms
-    from bmburst.train.config import OptimizerConfig
-    from bmburst.zero import gather, named_shards
 
     # Tied: as many storages decay as do not, each of another size.
     untied, with_biases = tiny.config("qwen2", vocab_size=53), ("attention", "norms", "head")
     for config, decayed in ((SHAPE, MATRICES), (replace(SHAPE, tie_embeddings=True), MATRICES), (untied, with_biases)):
         # An eps that is felt: without it Adam cancels a wrong scale of the gradient.
-        model = Llama(config, seed=1, kept_apart=apart(decayed, plus=False))
-        shards = named_shards(model)
+        model = lazy.Llama(config, seed=1, kept_apart=apart(decayed, plus=False))
+        shards = lazy.named_shards(model)
         rates = OptimizerConfig(lr=0.02, beta2=0.95, eps=0.1, weight_decay=0.5, weight_decay_on=decayed)
-        optimizer, norms = build_optimizer(model, rates), GradientNorms(model)
-        whole = {shard.name: torch.nn.Parameter(gather(shard)) for shard in shards}
+        optimizer, norms = lazy.build_optimizer(model, rates), GradientNorms(model)
+        whole = {shard.name: torch.nn.Parameter(lazy.gather(shard)) for shard in shards}
         places = {"embed": "embeddings", "self_attn": "attention", "mlp": "mlp", "lm_head": "head"}
         kinds = {
             name: next(kind for word, kind in places.items() if word in name)
@@ -53,15 +51,13 @@ def test_equals_torch():
             expected.step()
             assert optimizer.step(partial(_give, shards, whole), scale=4) == 7.0
         for shard in shards:
-            torch.testing.assert_close(gather(shard), whole[shard.name].detach())
+            torch.testing.assert_close(lazy.gather(shard), whole[shard.name].detach())
         sums = norms.square_sums(torch.device("cpu"))
         _require_norms(norms.kinds, sums, whole, kinds)
 
 
 def _require_norms(names, sums, whole, kinds):
     """Check sums of squares of all ranks by kind; gradients were given times 4."""
-    from bmburst.mesh import Mesh
-
     (total,) = Mesh.over_bmtrain().world.all_reduce(sums).wait()
     assert {*names} == {*kinds.values()}
     for kind, found in zip(names, total.tolist(), strict=True):
@@ -72,10 +68,6 @@ def _require_norms(names, sums, whole, kinds):
 @on_program(1)
 def test_bf16_weights_take_the_fused_kernel_or_bmtrains():
     """Under BMTrain's OptimManager, with a loss scale; either goes on with the state that the other left."""
-    import bmtrain as bmt
-
-    from bmburst.optim import adamw as optim
-
     asked = []
 
     def twin(name, *tensors):
@@ -83,8 +75,8 @@ def test_bf16_weights_take_the_fused_kernel_or_bmtrains():
         return import_module(f"bmburst_ops.{name}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optim, "triton_twin", twin)
-        made = {kernel: _managed(bmt, optim, kernel) for kernel in optim.KERNELS}
+        patch.setattr(lazy.optim, "triton_twin", twin)
+        made = {kernel: _managed(lazy.bmt, lazy.optim, kernel) for kernel in lazy.optim.KERNELS}
         for step in range(4):
             for kernel, (optimizer, manager, parameters) in made.items():
                 asked.clear()
@@ -102,14 +94,12 @@ def test_bf16_weights_take_the_fused_kernel_or_bmtrains():
         for optimizer, _, parameters in made.values():
             assert [optimizer.state[p]["step"] for p in parameters[:-1]] == [4, 4, 4]
     with refused("optimizer kernel", "'triton'"):
-        optim.AdamW([torch.nn.Parameter(torch.zeros(1))], kernel="triton")
+        lazy.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], kernel="triton")
 
 
 @on_program(1)
 def test_fp16_weights_are_clipped_and_scaled_in_fp32():
     """On a GPU's paths and in host memory; a factor in fp16 would leave few digits of gradients that are small."""
-    from bmburst.optim import adamw as optim
-
     start, scale, most = torch.randn(1025, generator=torch.Generator().manual_seed(3)).half(), 4.0, 2e-4
     rates = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.5}
     exact = torch.nn.Parameter(start.double())
@@ -117,7 +107,7 @@ def test_fp16_weights_are_clipped_and_scaled_in_fp32():
     made = {}
     for name in ("torch", "triton", "host"):
         parameter = torch.nn.Parameter(start.clone())
-        made[name] = parameter, optim.AdamW([parameter], **rates, offload=name == "host")
+        made[name] = parameter, lazy.optim.AdamW([parameter], **rates, offload=name == "host")
     for step in range(4):
         gradient = torch.randn(1025, generator=torch.Generator().manual_seed(step)).div(256).half()
         norm = gradient.double().norm().item() / scale
@@ -127,7 +117,7 @@ def test_fp16_weights_are_clipped_and_scaled_in_fp32():
             parameter.grad = gradient.clone()
             with pytest.MonkeyPatch.context() as patch:
                 if name == "triton":
-                    patch.setattr(optim, "triton_twin", lambda module, *_: import_module(f"bmburst_ops.{module}"))
+                    patch.setattr(lazy.optim, "triton_twin", lambda module, *_: import_module(f"bmburst_ops.{module}"))
                 optimizer.clip(norm, most)
                 optimizer.step(scale=scale)
                 optimizer.zero_grad()
@@ -142,14 +132,10 @@ def test_fp16_weights_are_clipped_and_scaled_in_fp32():
 @on_program(1)
 def test_a_scale_that_grows_too_far_leaves_the_moments_finite():
     """Which BMTrain's own kernel does not: why training refuses it for fp16 weights."""
-    import bmtrain as bmt
-
-    from bmburst.optim.adamw import AdamW
-
     for kernel, is_finite in (("auto", True), ("bmtrain", False)):
         parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
-        manager = bmt.optim.OptimManager(loss_scale=8.0, loss_scale_steps=3)
-        manager.add_optimizer(AdamW([parameter], lr=1e-3, betas=(0.1, 0.9), kernel=kernel))
+        manager = lazy.bmt.optim.OptimManager(loss_scale=8.0, loss_scale_steps=3)
+        manager.add_optimizer(lazy.AdamW([parameter], lr=1e-3, betas=(0.1, 0.9), kernel=kernel))
         for _ in range(5):
             parameter.grad = torch.full_like(parameter, 5000).mul_(manager.loss_scale)
             manager.step()
@@ -181,9 +167,7 @@ def _assert_alike(ours, theirs):
 
 def _give(shards, whole):
     """Stands for the closure that computes gradients: they must be there before the first parameter is updated."""
-    from bmburst.zero import scatter
-
     assert torch.is_grad_enabled()
     for shard in shards:
-        scatter(shard, 4 * whole[shard.name].grad, shard.storage.grad)
+        lazy.scatter(shard, 4 * whole[shard.name].grad, shard.storage.grad)
     return 7.0

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from bmburst.blocks.config import LoRAConfig
+from bmburst.comm.host_memory import host_shard
 from bmburst.config import to_dict
 from bmburst.optim.config import MOMENT_BYTES, OptimizerConfig
 from bmburst.plan.counts import adam_bytes
 from bmburst.train.config import ParallelConfig, ScheduleConfig
-from tests import tiny
+from tests import lazy, tiny
 from tests.distributed.programs import on_program, run_program
 from tests.refusals import refusal_of, refused, says
 from tests.train import run_program as program
@@ -46,21 +47,16 @@ def trainer(folder, name, **changes):
 
 def held(made):
     """Return the whole state in fp32 by name."""
-    from bmburst.optim.adamw import state_names
-    from bmburst.zero import gather, named_shards
-
-    shards = [each for each in named_shards(made.model) if each.storage.requires_grad]
+    shards = [each for each in lazy.named_shards(made.model) if each.storage.requires_grad]
     return {
-        f"{shard.name}.{key}": gather(shard, made.optimizer.state_of(shard, key), dtype=torch.float32)
+        f"{shard.name}.{key}": lazy.gather(shard, made.optimizer.state_of(shard, key), dtype=torch.float32)
         for shard in shards
-        for key in state_names(shard)
+        for key in lazy.state_names(shard)
     }
 
 
 def stored(made):
     """Return this rank's state as it is kept."""
-    from bmburst.comm.host_memory import host_shard
-
     parameters = [each for group in made.optimizer.param_groups for each in group["params"]]
     for kept in filter(None, map(host_shard, parameters)):
         kept.settle()
@@ -93,8 +89,6 @@ def test_resumed_is_uninterrupted_on_these_ranks_and_goes_on_elsewhere(tmp_path)
 
 
 def _is_uninterrupted(folder, names):
-    import bmtrain as bmt
-
     for name in names:
         changes = RUNS[name]
         made = trainer(folder, name, **changes)
@@ -107,7 +101,7 @@ def _is_uninterrupted(folder, names):
         assert all(torch.equal(*pair) for pair in zip(stored(other), stored(made), strict=True)), name
         other = resumed(folder, name, **changes)
         state = held(other)
-        if bmt.rank() == 0:
+        if lazy.bmt.rank() == 0:
             torch.save(state, folder / f"{name}.pt")
         if name in ("in host", "8bit"):
             _converts(folder, name, changes, state)
@@ -134,14 +128,12 @@ def _converts(folder, name, changes, state):
 
 def _takes_its_bytes():
     """What the planner counts, on the GPU, in host memory, and beside weights in host memory."""
-    from bmburst.optim.adamw import AdamW
-
     for dtype, kind, offload in (
         (d, k, o) for d in ("bfloat16", "float16", "float32") for k in MOMENT_BYTES for o in (0, 1)
     ):
         weights = torch.nn.Parameter(torch.ones(2560, dtype=getattr(torch, dtype)))
         weights.grad = torch.ones_like(weights)
-        optimizer = AdamW([weights], lr=1e-3, offload=bool(offload), state=kind)
+        optimizer = lazy.AdamW([weights], lr=1e-3, offload=bool(offload), state=kind)
         optimizer.step()
         tensors = [each for each in optimizer.state[weights].values() if isinstance(each, torch.Tensor)]
         assert sum(each.nbytes for each in tensors) == 2560 * adam_bytes(dtype, kind)
@@ -149,11 +141,10 @@ def _takes_its_bytes():
 
 def _refuses_other_states():
     """As torch's own way to save a state, which does not convert; it copies."""
-    from bmburst.optim.adamw import AdamW
 
     def made(**options):
         weights = torch.nn.Parameter(torch.linspace(-1, 1, 700).bfloat16())
-        return AdamW([weights], lr=1e-2, **options), weights
+        return lazy.AdamW([weights], lr=1e-2, **options), weights
 
     (one, source), (other, target), (fp32, _) = made(state="8bit"), made(state="8bit", offload=True), made()
     for optimizer, weights in ((one, source), (other, target)):
@@ -225,30 +216,26 @@ def test_the_number_of_ranks_changes_no_bit(tmp_path):
 
 def _updates(folder):
     """Three steps with gradients that do not depend on the number of ranks."""
-    import bmtrain as bmt
-
-    from bmburst.blocks.model import Llama
-    from bmburst.optim.adamw import build_optimizer, state_names
-    from bmburst.zero import gather, named_shards, scatter
-
     found = {}
     for kind in ("bfloat16", "8bit"):
-        model = Llama(program.SHAPE, seed=1, dtype=torch.bfloat16)
-        shards = named_shards(model)
+        model = lazy.Llama(program.SHAPE, seed=1, dtype=torch.bfloat16)
+        shards = lazy.named_shards(model)
         config = OptimizerConfig(lr=0.02, beta2=0.95, eps=1e-8, weight_decay=0.5, state=kind, offload=True)
-        optimizer = build_optimizer(model, config, seed=5)
+        optimizer = lazy.build_optimizer(model, config, seed=5)
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             for shard in shards:
                 if shard.storage.grad is None:
                     shard.storage.grad = torch.zeros_like(shard.storage)
-                scatter(shard, torch.randn(shard.shape, generator=generator), shard.storage.grad)
+                lazy.scatter(shard, torch.randn(shard.shape, generator=generator), shard.storage.grad)
             optimizer.step()
         for shard in shards:
-            for key in state_names(shard):
-                found[kind, f"{shard.name}.{key}"] = gather(shard, optimizer.state_of(shard, key), dtype=torch.float32)
-    if bmt.rank() == 0:
-        torch.save(found, folder / f"{bmt.world_size()}.pt")
+            for key in lazy.state_names(shard):
+                found[kind, f"{shard.name}.{key}"] = lazy.gather(
+                    shard, optimizer.state_of(shard, key), dtype=torch.float32
+                )
+    if lazy.bmt.rank() == 0:
+        torch.save(found, folder / f"{lazy.bmt.world_size()}.pt")
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ MODEL = preset("llama-3-8b")
 
 
 def test_scores_are_counted_where_they_are_visible():
-    def brute(n, window=None):  # each query sees itself as half, as the convention has it
+    def brute(n, window):  # each query sees itself as half, as the convention has it
         return sum(min(i, (window or n) - 1) + 0.5 for i in range(n))
 
     for lengths, window in (([7], None), ([5, 1, 12], None), ([40], 9), ([6, 40], 9), ([9, 3], 9)):

@@ -14,7 +14,7 @@ from bmburst.checkpoint.files import newest_complete, read_progress
 from bmburst.errors import RunError
 from bmburst.train.config import OptimizerConfig, ParallelConfig, ScheduleConfig
 from bmburst.train.step import HostFacts, LossScale, SkippedSteps, StepFacts
-from tests import tiny
+from tests import lazy, tiny
 from tests.distributed.programs import on_program, run_program
 from tests.refusals import refused
 from tests.train import run_program as program
@@ -185,9 +185,7 @@ def test_too_many_skipped_steps_end_the_run(folder):
 @on_program(1)
 def test_rules_are_bmtrains():
     """Beside the manager itself, whose optimizer does nothing."""
-    import bmtrain as bmt
-
-    manager = bmt.optim.OptimManager(loss_scale=8.0, loss_scale_steps=INTERVAL)
+    manager = lazy.bmt.optim.OptimManager(loss_scale=8.0, loss_scale_steps=INTERVAL)
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
     manager.add_optimizer(torch.optim.SGD([parameter], lr=0.0))
     ours = LossScale(8.0, INTERVAL)

@@ -8,7 +8,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from bmburst.data import PackedSequences
 from bmburst.data.tokenizer import ByteTokenizer
+from bmburst.inference.answering import generate
+from bmburst.train import evaluate
+from bmburst.train.config import EvalConfig
 from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train import run_program as program
@@ -21,9 +25,6 @@ class Ninety(ByteTokenizer):
 @on_program(3)
 def test_equal_transformers(tmp_path):
     from transformers import LlamaForCausalLM
-
-    from bmburst.data import PackedSequences
-    from bmburst.inference.answering import generate
 
     trainer = program.trainer(tmp_path, "run")
     with torch.no_grad():
@@ -62,9 +63,6 @@ def test_equal_transformers(tmp_path):
 
 @on_program(3)
 def test_a_sequence_longer_than_the_text_is_as_long_as_the_text(tmp_path):
-    from bmburst.train import evaluate
-    from bmburst.train.config import EvalConfig
-
     os.environ["XDG_CACHE_HOME"] = str(tmp_path)
     saved = program.trainer(tmp_path, "run").save()
     for text, whole in (("the quick brown fox", 20), ("x", 3)):  # 20 and 2 tokens, on 3 ranks
@@ -81,9 +79,6 @@ def test_a_sequence_longer_than_the_text_is_as_long_as_the_text(tmp_path):
 @on_program(2)
 def test_data_and_losses_that_cannot_be_are_refused_on_every_rank(tmp_path):
     from tokenizers import Tokenizer, models
-
-    from bmburst.train import evaluate
-    from bmburst.train.config import EvalConfig
 
     os.environ["XDG_CACHE_HOME"] = str(tmp_path)
     trainer = program.trainer(tmp_path, "run")

@@ -1,5 +1,6 @@
 """Checkpoints of large models: several ranks write, none ever holds the model, and what is read is what was written."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -11,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint import training as checkpoint
 from bmburst.checkpoint.files import RunProgress, newest_complete
 from bmburst.checkpoint.sharded_files import GatheredTensors, owners_of
 from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.errors import UserError
+from tests import lazy
 from tests.distributed.programs import on_program, run_program
 from tests.train import run_program as program
 
@@ -59,8 +62,6 @@ def _save_in_parts(folder):
     progress = RunProgress(step=2, data=ours.batches.state_dict(), tokenizer="bytes")
     for name, part_bytes in (("whole", None), ("parts", 1)):
         save(folder / name, ours, progress, part_bytes)
-    from bmburst.checkpoint import hugging_face
-
     target = folder / "export"
     for part_bytes, there in ((None, True), (1, False), (None, True)):
         hugging_face.save(ours.model, target, part_bytes=part_bytes)
@@ -71,8 +72,6 @@ def _save_in_parts(folder):
 
 
 def _fails_together(folder, ours):
-    from bmburst.checkpoint import hugging_face
-
     write = SafetensorsWriter.write
 
     def full(self, tensor):
@@ -104,10 +103,6 @@ LARGE = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 8, "num_he
 
 @on_program(2, fresh=True)
 def test_no_rank_holds_more_than_a_few_tensors(tmp_path):
-    import dataclasses
-
-    import bmtrain as bmt
-
     from bmburst import zero
 
     gather = zero.gather
@@ -115,7 +110,7 @@ def test_no_rank_holds_more_than_a_few_tensors(tmp_path):
     def in_step(*args, **kwargs):
         """Gather, and wait for all: on CPUs what is sent is copied, and a rank that runs ahead of a writer holds it."""
         full = gather(*args, **kwargs)
-        bmt.synchronize()
+        lazy.bmt.synchronize()
         return full
 
     zero.gather = in_step

@@ -15,7 +15,10 @@ from bmburst.blocks.config import LoRAConfig
 from bmburst.comm.checks import contents
 from bmburst.comm.communicator import gather_objects
 from bmburst.comm.transports import NODE_SWITCH
+from bmburst.mesh import Mesh
 from bmburst.train.config import OptimizerConfig, ParallelConfig
+from bmburst.train.memory_plan import zero_group_for
+from tests import lazy
 from tests.refusals import refused, says
 from tests.train import run_program
 
@@ -79,33 +82,29 @@ def one_again(folder: Path) -> None:
 
 def copies(folder: Path) -> None:
     """Sums once a step, several calls of `backward`, a skipped step; both nodes hold the same bits."""
-    import bmtrain as bmt
-
-    from bmburst.zero import gradient_of, named_shards
-
     parallel = ParallelConfig(data_parallel=4, zero_group=2)
     changes = SAVED | {"micro_batch_size": 1, "optimizer": OptimizerConfig(state="8bit")}  # rounded stochastically
     trainer = run_program.trainer(folder, "copies", parallel=parallel, **changes)
-    shards = named_shards(trainer.model)
+    shards = lazy.named_shards(trainer.model)
     assert all(len(each.groups) == 2 and each.is_copy == (each.rank > 1) for each in shards)
     held = sum(each.count for each in shards)
     assert trainer.mesh.sum(held) == 2 * trainer.config.model.num_parameters
     batch, summed = trainer.next_batch(), []
-    real = bmt.nccl.allReduce
+    real = lazy.bmt.nccl.allReduce
 
     def counted(source: Any, *others: Any) -> None:
         if others[-1] is trainer._sums.groups.between:
             summed.append(source.size())
         real(source, *others)
 
-    with patch.object(bmt.nccl, "allReduce", counted):
+    with patch.object(lazy.bmt.nccl, "allReduce", counted):
         first = trainer.backward(batch)
     storages = {id(each.storage): each.storage for each in shards}.values()
     assert sorted(summed) == sorted(each.numel() for each in storages if each.numel())
     twice = trainer.backward(batch)  # adds to the gradient
     assert twice.grad_norm == pytest.approx(2 * first.grad_norm, rel=1e-5)
     before = [each.local().clone() for each in shards]
-    gradients = [gradient_of(each).clone() for each in shards if each.count]
+    gradients = [lazy.gradient_of(each).clone() for each in shards if each.count]
     require_alike(trainer, [*before, *gradients])
 
     trainer.update(twice)
@@ -131,8 +130,6 @@ def require_alike(trainer: Any, pieces: list[torch.Tensor]) -> None:
 
 def choices(folder: Path) -> None:
     """What "auto" and "node" are on these ranks, and nodes of different sizes."""
-    from bmburst.mesh import Mesh
-    from bmburst.train.memory_plan import zero_group_for
     from bmburst.zero_group import ranks_of_node
 
     mesh, rank = Mesh.over_bmtrain(), int(os.environ["RANK"])
