@@ -11,7 +11,7 @@ _MOST = 1 << 20  # characters of a card that are read
 
 
 def require_one_configuration(root: Path, names: Iterable[str]) -> None:
-    """Raise UserError unless the files to read from a data set's folder are not those of several configurations.
+    """Raise UserError if the files to read from a data set's folder are those of several configurations.
 
     A configuration is a data set of its own: another language, other versions of the same rows, or the others together.
 
