@@ -35,7 +35,7 @@ from bmburst.errors import UserError, first_line
 from bmburst.record_format import RecordFormat
 
 Mask = npt.NDArray[np.bool_]
-ANSWERS_VERSION = 5
+ANSWERS_VERSION = 6
 """Version of the rules that read records and find answers. Cached tokens of another version are made again."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPTION = "--chat-template NAME|FILE, in bmburst train --data.chat_template NAME|FILE"
@@ -329,10 +329,15 @@ class RecordEncoder:
         ids, answers = self._marked(template, record.name, messages, options)
         if "assistant" not in self._learned_roles:
             answers[:] = False
-        if record.answers_from:
-            answers[: len(self._marked(template, record.name, messages[: record.answers_from], options)[0])] = False
-        if not all(map(is_learned, messages)):
-            answers &= self._learned(template, record, options)
+        learned = list(map(is_learned, messages))
+        if count := record.answers_from:
+            prompt, _ = self._marked(template, record.name, messages[:count], options)
+            if np.array_equal(ids[: len(prompt)], prompt):
+                answers[: len(prompt)] = False
+            else:  # its answers are written otherwise where others follow, for example with their reasoning
+                learned[:count] = [False] * count
+        if not all(learned):
+            answers &= self._learned(template, record, options, learned)
         if others := self._learned_roles - {"assistant"}:
             _, spans = self._by_prefixes(template, record, options, others)
             out = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -346,11 +351,22 @@ class RecordEncoder:
         out = template.applied(name, messages, return_assistant_tokens_mask=True, **options)
         return np.array(out["input_ids"], np.int64), np.array(out["assistant_masks"], bool)
 
-    def _learned(self, template: ChatTemplate, record: Record, options: dict[str, Any]) -> Mask:
-        """Return a mask without the answers of messages that a mark leaves out, by a template that marks answers.
+    def _learned(
+        self, template: ChatTemplate, record: Record, options: dict[str, Any], learned: Sequence[bool]
+    ) -> Mask:
+        """Return a mask without the answers that are not learned, by a template that marks answers.
 
         The runs of marked tokens are in the order of the messages. Rendering the messages up to each answer, with and
         without it, tells how many runs are its own.
+
+        Args:
+            template: The template.
+            record: The conversation.
+            options: Further arguments of the template.
+            learned: Whether each message is learned.
+
+        Raises:
+            UserError: An answer has no runs of its own, or another number of them when later messages follow.
         """
         messages = record.messages or ()
         _, whole = self._marked(template, record.name, messages, options)
@@ -359,19 +375,25 @@ class RecordEncoder:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._marked(template, record.name, messages[:index], options)[1] if index else np.zeros(0, bool)
-            through = self._marked(template, record.name, messages[: index + 1], options)[1]
-            runs = int(_starts(through).sum()) - int(_starts(before).sum())
-            if not is_learned(message):
+            none = np.zeros(0, np.int64), np.zeros(0, bool)
+            before = self._marked(template, record.name, messages[:index], options) if index else none
+            through = self._marked(template, record.name, messages[: index + 1], options)
+            if index and messages[index - 1]["role"] == "assistant" and learned[index - 1] != learned[index]:
+                self._require_gap(record.name, before, through)
+            runs = int(_starts(through[1]).sum()) - int(_starts(before[1]).sum())
+            if not learned[index]:
                 left_out |= whole & (numbers >= done) & (numbers < done + runs)
             done += runs
         if done != int(_starts(whole).sum()):
-            raise UserError(
-                f"{record.name}: the chat template marks answers differently when later messages follow, so that those "
-                "left out by a mark are not found\nallowed: a template with one mark for each answer\n"
-                f"fix: {_MARK}, or remove the marks of the messages: {', '.join(MARKS)}"
-            )
+            raise _unclear(record.name, "differently when later messages follow")
         return ~left_out
+
+    def _require_gap(self, name: str, before: tuple[TokenIds, Mask], through: tuple[TokenIds, Mask]) -> None:
+        """Check that the marks of an answer do not begin where those of the answer before it end."""
+        size = len(before[0])
+        is_kept = np.array_equal(through[0][:size], before[0])
+        if not is_kept or (before[1][-1:].any() and through[1][size : size + 1].any()):
+            raise _unclear(name, "that follow each other as one")
 
     def _by_prefixes(
         self, template: ChatTemplate, record: Record, options: dict[str, Any], roles: Set[str]
@@ -423,6 +445,15 @@ def _covered(encoding: Any, spans: list[tuple[int, int]]) -> Mask:
     return answers
 
 
+def _unclear(name: str, how: str) -> UserError:
+    """Return the error of answers to leave out of the loss that a template marks in such a way."""
+    return UserError(
+        f"{name}: the chat template marks answers {how}, so that those to leave out of the loss are not found\n"
+        f"allowed: a template that marks each answer alone\nfix: {_MARK}, or remove the marks of the messages "
+        f"({', '.join(MARKS)}) and write a prompt and its completion as messages"
+    )
+
+
 def _starts(mask: Mask) -> Mask:
     """Return which True begins a run of a mask."""
     starts = mask.copy()
@@ -450,8 +481,12 @@ def _key(text: str) -> int:
 
 def refusal(name: str, error: BaseException, messages: tuple[Message, ...] = ()) -> UserError:
     """Return the error of a chat template that rejects messages."""
-    has_parts = any(isinstance(message.get("content"), list) for message in messages)
-    how = "with content as one text, not as a list of parts" if has_parts else "as this template takes them"
+    shapes = (
+        (with_joined_parts, "content as one text, not as a list of parts"),
+        (with_read_arguments, "arguments of tool calls as objects, not as JSON text"),
+    )
+    wanted = [shape for changed, shape in shapes if changed(messages) != messages]
+    how = f"with {' and '.join(wanted)}" if wanted else "as this template takes them"
     return UserError(
         f"{name}: the chat template refuses the messages: {first_line(error)}\n"
         f"fix: write them {how}, give another template, or remove the line"
