@@ -194,6 +194,10 @@ def test_jsonl_field_and_half_characters(tmp_path):
         (b"[1]", ["not a JSON object", "[1]"]),
         (b'{"body": "a"}', ["no field 'text'", "'body'", "--text-field"]),
         (b'{"txt": "a"}', ["no field 'text'", "'txt'", "did you mean 'text'"]),
+        (
+            b'{"prompt": "a", "response": "b"}',
+            ["no field 'text'", "'response'; beside 'prompt', 'completion' is missing"],
+        ),
         (b'{"text": null}', ["must be a string", "null"]),
         (b'{"text": "\xff"}', ["byte 10", "not UTF-8", "iconv -f ENCODING", "GB18030"]),  # not all others are UTF-16
         (b"[" * 100_000, ["not valid JSON"]),
