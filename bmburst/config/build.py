@@ -209,7 +209,7 @@ def _unknown_key(name: str, known: Mapping[str, Leaf], others: Iterator[str]) ->
     """Return the error of an unknown key, which names others too: the file may be that of another program."""
     near = nearest_name(name, known)
     hint = f"; did you mean '{near}'?" if near else ""
-    more = []
+    more: list[str] = []
     with contextlib.suppress(UserError):  # a value that does not fit, which is said once the keys are right
         more.extend(others)
     if more:
