@@ -59,7 +59,9 @@ def test_a_data_set_is_read_without_its_card_and_its_other_splits(tmp_path):
     says("\n".join(said), words, names[1], names[2], more[1])
     for name in kept:
         (tmp_path / "set" / name).unlink()
-    assert sorted(text for _, text in texts(tmp_path / "set")) == sorted((*names[1:3], more[1]))  # nothing else is there
+    assert sorted(text for _, text in texts(tmp_path / "set")) == sorted(
+        (*names[1:3], more[1])
+    )  # nothing else is there
     (tmp_path / "set" / "a.py").write_text("code")
     assert "code" in [text for _, text in texts(tmp_path / "set")]
 
