@@ -24,6 +24,7 @@ from bmburst.data.messages import (
     is_learned,
     unread,
     unread_role,
+    with_another_text,
     with_joined_parts,
     with_read_arguments,
     written_as_data,
@@ -405,8 +406,8 @@ class RecordEncoder:
         """
         messages = record.messages or ()
 
-        def rendered(count: int, *, asks: bool) -> str:
-            return template.rendered(record.name, messages[:count], add_generation_prompt=asks, **options)
+        def rendered(count: int, *last: Message, asks: bool) -> str:
+            return template.rendered(record.name, (*messages[:count], *last), add_generation_prompt=asks, **options)
 
         whole, spans = template.whole(record.name, messages, learns=True, add_generation_prompt=False, **options), []
         special = tuple(t.content for t in template.tokenizer.added_tokens_decoder.values() if t.special)
@@ -428,9 +429,10 @@ class RecordEncoder:
                 )
             end = through.rstrip()
             end = end if end.endswith(special) and len(end) > len(before) else through
-            begin, content = len(before), message.get("content")
-            if role != "assistant" and isinstance(content, str) and content.strip():
-                begin = max(begin, through.find(content.strip(), begin))
+            begin = len(before)
+            if role != "assistant" and (other := with_another_text(message)) is not None:
+                pairs = enumerate(zip(through[begin:], rendered(index, other, asks=False)[begin:], strict=False))
+                begin += next((at for at, (one, another) in pairs if one != another), 0)
             if len(end) > begin:
                 spans.append((begin, len(end)))
         return whole, spans
