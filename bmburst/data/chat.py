@@ -102,7 +102,7 @@ class ChatTemplate:
             raise UserError(
                 f"{name}: the chat template does not read the role '{role}', which others write as '{known}'\n"
                 f"allowed: {', '.join(ROLES)}, and roles that the template names\n"
-                f"fix: --roles {role}={known}, in bmburst train --data.roles {role}={known}"
+                f"fix: write it as '{known}'; of data also --roles {role}={known}, in bmburst train --data.roles"
             )
         return chosen
 

@@ -115,7 +115,7 @@ def test_answers_that_a_template_marks_as_one_are_told_apart_or_refused(tmp_path
         ({"tool_calls": "add"}, 'tool_calls of message 2 is "add" | list'),
         ({"content": [{"type": "image"}]}, "content of message 2 | image | text"),
         ({"content": [{"type": "text", "text": "a"}]}, "refuses the messages | content as one text"),
-        ({"role": "gpt"}, "role 'gpt' | assistant | --data.roles gpt=assistant"),
+        ({"role": "gpt"}, "role 'gpt' | write it as 'assistant' | --roles gpt=assistant | --data.roles"),
     ],
     ids=str,
 )
@@ -227,7 +227,10 @@ def test_messages_that_a_template_leaves_out_are_refused(tmp_path, marked):
     assert len(encode(tmp_path, {"messages": TURNS}, template=template)) == 1
     with refused("x.jsonl:1: ", "leaves out parts of the content", "message 1", "fix: write the content as text"):
         encode(tmp_path, {"messages": [{"role": "user", "content": parts}, TURNS[1]]}, template=template)
-    for role, fix in (("developer", "--roles developer=system"), ("tool_call", "write calls as tool_calls")):
+    for role, fix in (
+        ("developer", "as 'system' | --roles developer=system"),
+        ("tool_call", "write calls as tool_calls"),
+    ):
         with refused("x.jsonl:1: ", f"leaves out messages of the role '{role}'", "message 1", fix):
             encode(tmp_path, {"messages": [{"role": role, "content": "s"}, *TURNS]}, template=template)
     reader = ChatTemplate(load_tokenizer(str(tmp_path / "t")))  # servers of OpenAI's API join parts for such templates
