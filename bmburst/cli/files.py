@@ -67,12 +67,19 @@ def run_data(args: argparse.Namespace) -> int:
     """Write the token file, and print a summary of it."""
     from bmburst.data import Text, tokenize, unused_names
     from bmburst.data.chat import RecordEncoder
+    from bmburst.data.mixture import read_mixture
     from bmburst.data.records import hold_records
     from bmburst.data.report import LengthReport, notes_of, notes_on_ends
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
     from bmburst.data.tokenizer import load_tokenizer
 
+    for path in args.input:
+        if read_mixture(path) is not None:
+            raise UserError(
+                f"{path} is a mixture of data, and its shares are those of a run\nallowed: the sources in it\n"
+                f"fix: bmburst train --data {path}; or bmburst data for each source, and a mixture of the token files"
+            )
     skipped: list[str] = []
     tokenizer, files = load_tokenizer(args.tokenizer), find_sources(args.input, skipped.append)
     form = build_config(RecordFormat, read_layer(RecordFormat, given_options(args, RecordFormat), ""))

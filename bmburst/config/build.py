@@ -6,8 +6,10 @@ bounds and default in its help.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
+import itertools
 import re
 import textwrap
 import typing
@@ -34,6 +36,7 @@ from bmburst.errors import UserError, with_fix
 
 Config = TypeVar("Config")
 _COLUMNS = 80  # of a terminal, for which the short help is made
+_NAMED = 12  # further unknown keys that a message names
 _RARE = "rare_help"  # attribute of an option that help hides: its text
 _COMMON = "common_place"  # attribute of an option that short help shows: its place, and a short default
 
@@ -107,7 +110,8 @@ def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, A
     try:
         for name, value in _fields_of(cls, values):
             if name not in known:
-                raise _unknown_key(name, known)
+                others = (other for other, _ in _fields_of(cls, values) if other not in known and other != name)
+                raise _unknown_key(name, known, others)
             leaf = known[name]
             # An object reaches this line only as None: its fields are separate leaves.
             _put(layer, name, None if leaf.is_object else convert_value(name, value, leaf.annotation, leaf.spec))
@@ -201,9 +205,17 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
     tree[last] = value
 
 
-def _unknown_key(name: str, known: Mapping[str, Leaf]) -> UserError:
+def _unknown_key(name: str, known: Mapping[str, Leaf], others: Iterator[str]) -> UserError:
+    """Return the error of an unknown key, which names others too: the file may be that of another program."""
     near = nearest_name(name, known)
     hint = f"; did you mean '{near}'?" if near else ""
+    more: list[str] = []
+    with contextlib.suppress(UserError):  # a value that does not fit, which is said once the keys are right
+        more.extend(others)
+    if more:
+        named = (f"'{other}'" + (f" ('{near}'?)" if (near := nearest_name(other, known)) else "") for other in more)
+        rest = f" and {len(more) - _NAMED:,} more" if len(more) > _NAMED else ""
+        hint += f"; also unknown: {', '.join(itertools.islice(named, _NAMED))}{rest}"
     parent = name.rpartition(".")[0]
     while parent and not any(other.startswith(f"{parent}.") for other in known):
         parent = parent.rpartition(".")[0]

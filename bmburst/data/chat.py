@@ -24,6 +24,7 @@ from bmburst.data.messages import (
     is_learned,
     unread,
     unread_role,
+    with_another_text,
     with_joined_parts,
     with_read_arguments,
     written_as_data,
@@ -35,7 +36,7 @@ from bmburst.errors import UserError, first_line
 from bmburst.record_format import RecordFormat
 
 Mask = npt.NDArray[np.bool_]
-ANSWERS_VERSION = 5
+ANSWERS_VERSION = 6
 """Version of the rules that read records and find answers. Cached tokens of another version are made again."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPTION = "--chat-template NAME|FILE, in bmburst train --data.chat_template NAME|FILE"
@@ -101,7 +102,7 @@ class ChatTemplate:
             raise UserError(
                 f"{name}: the chat template does not read the role '{role}', which others write as '{known}'\n"
                 f"allowed: {', '.join(ROLES)}, and roles that the template names\n"
-                f"fix: --roles {role}={known}, in bmburst train --data.roles {role}={known}"
+                f"fix: write it as '{known}'; of data also --roles {role}={known}, in bmburst train --data.roles"
             )
         return chosen
 
@@ -329,10 +330,15 @@ class RecordEncoder:
         ids, answers = self._marked(template, record.name, messages, options)
         if "assistant" not in self._learned_roles:
             answers[:] = False
-        if record.answers_from:
-            answers[: len(self._marked(template, record.name, messages[: record.answers_from], options)[0])] = False
-        if not all(map(is_learned, messages)):
-            answers &= self._learned(template, record, options)
+        learned = list(map(is_learned, messages))
+        if count := record.answers_from:
+            prompt, _ = self._marked(template, record.name, messages[:count], options)
+            if np.array_equal(ids[: len(prompt)], prompt):
+                answers[: len(prompt)] = False
+            else:  # its answers are written otherwise where others follow, for example with their reasoning
+                learned[:count] = [False] * count
+        if not all(learned):
+            answers &= self._learned(template, record, options, learned)
         if others := self._learned_roles - {"assistant"}:
             _, spans = self._by_prefixes(template, record, options, others)
             out = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -346,11 +352,22 @@ class RecordEncoder:
         out = template.applied(name, messages, return_assistant_tokens_mask=True, **options)
         return np.array(out["input_ids"], np.int64), np.array(out["assistant_masks"], bool)
 
-    def _learned(self, template: ChatTemplate, record: Record, options: dict[str, Any]) -> Mask:
-        """Return a mask without the answers of messages that a mark leaves out, by a template that marks answers.
+    def _learned(
+        self, template: ChatTemplate, record: Record, options: dict[str, Any], learned: Sequence[bool]
+    ) -> Mask:
+        """Return a mask without the answers that are not learned, by a template that marks answers.
 
         The runs of marked tokens are in the order of the messages. Rendering the messages up to each answer, with and
         without it, tells how many runs are its own.
+
+        Args:
+            template: The template.
+            record: The conversation.
+            options: Further arguments of the template.
+            learned: Whether each message is learned.
+
+        Raises:
+            UserError: An answer has no runs of its own, or another number of them when later messages follow.
         """
         messages = record.messages or ()
         _, whole = self._marked(template, record.name, messages, options)
@@ -359,19 +376,25 @@ class RecordEncoder:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._marked(template, record.name, messages[:index], options)[1] if index else np.zeros(0, bool)
-            through = self._marked(template, record.name, messages[: index + 1], options)[1]
-            runs = int(_starts(through).sum()) - int(_starts(before).sum())
-            if not is_learned(message):
+            none = np.zeros(0, np.int64), np.zeros(0, bool)
+            before = self._marked(template, record.name, messages[:index], options) if index else none
+            through = self._marked(template, record.name, messages[: index + 1], options)
+            if index and messages[index - 1]["role"] == "assistant" and learned[index - 1] != learned[index]:
+                self._require_gap(record.name, before, through)
+            runs = int(_starts(through[1]).sum()) - int(_starts(before[1]).sum())
+            if not learned[index]:
                 left_out |= whole & (numbers >= done) & (numbers < done + runs)
             done += runs
         if done != int(_starts(whole).sum()):
-            raise UserError(
-                f"{record.name}: the chat template marks answers differently when later messages follow, so that those "
-                "left out by a mark are not found\nallowed: a template with one mark for each answer\n"
-                f"fix: {_MARK}, or remove the marks of the messages: {', '.join(MARKS)}"
-            )
+            raise _unclear(record.name, "differently when later messages follow")
         return ~left_out
+
+    def _require_gap(self, name: str, before: tuple[TokenIds, Mask], through: tuple[TokenIds, Mask]) -> None:
+        """Check that the marks of an answer do not begin where those of the answer before it end."""
+        size = len(before[0])
+        is_kept = np.array_equal(through[0][:size], before[0])
+        if not is_kept or (before[1][-1:].any() and through[1][size : size + 1].any()):
+            raise _unclear(name, "that follow each other as one")
 
     def _by_prefixes(
         self, template: ChatTemplate, record: Record, options: dict[str, Any], roles: Set[str]
@@ -383,8 +406,8 @@ class RecordEncoder:
         """
         messages = record.messages or ()
 
-        def rendered(count: int, *, asks: bool) -> str:
-            return template.rendered(record.name, messages[:count], add_generation_prompt=asks, **options)
+        def rendered(count: int, *last: Message, asks: bool) -> str:
+            return template.rendered(record.name, (*messages[:count], *last), add_generation_prompt=asks, **options)
 
         whole, spans = template.whole(record.name, messages, learns=True, add_generation_prompt=False, **options), []
         special = tuple(t.content for t in template.tokenizer.added_tokens_decoder.values() if t.special)
@@ -406,9 +429,10 @@ class RecordEncoder:
                 )
             end = through.rstrip()
             end = end if end.endswith(special) and len(end) > len(before) else through
-            begin, content = len(before), message.get("content")
-            if role != "assistant" and isinstance(content, str) and content.strip():
-                begin = max(begin, through.find(content.strip(), begin))
+            begin = len(before)
+            if role != "assistant" and (other := with_another_text(message)) is not None:
+                pairs = enumerate(zip(through[begin:], rendered(index, other, asks=False)[begin:], strict=False))
+                begin += next((at for at, (one, another) in pairs if one != another), 0)
             if len(end) > begin:
                 spans.append((begin, len(end)))
         return whole, spans
@@ -421,6 +445,15 @@ def _covered(encoding: Any, spans: list[tuple[int, int]]) -> Mask:
     for begin, end in spans:  # some tokenizers give white space the empty span at its end
         answers |= (ends > begin) & ((starts < end) | ((starts == ends) & (ends <= end)))
     return answers
+
+
+def _unclear(name: str, how: str) -> UserError:
+    """Return the error of answers to leave out of the loss that a template marks in such a way."""
+    return UserError(
+        f"{name}: the chat template marks answers {how}, so that those to leave out of the loss are not found\n"
+        f"allowed: a template that marks each answer alone\nfix: {_MARK}, or remove the marks of the messages "
+        f"({', '.join(MARKS)}) and write a prompt and its completion as messages"
+    )
 
 
 def _starts(mask: Mask) -> Mask:
@@ -450,8 +483,12 @@ def _key(text: str) -> int:
 
 def refusal(name: str, error: BaseException, messages: tuple[Message, ...] = ()) -> UserError:
     """Return the error of a chat template that rejects messages."""
-    has_parts = any(isinstance(message.get("content"), list) for message in messages)
-    how = "with content as one text, not as a list of parts" if has_parts else "as this template takes them"
+    shapes = (
+        (with_joined_parts, "content as one text, not as a list of parts"),
+        (with_read_arguments, "arguments of tool calls as objects, not as JSON text"),
+    )
+    wanted = [shape for changed, shape in shapes if changed(messages) != messages]
+    how = f"with {' and '.join(wanted)}" if wanted else "as this template takes them"
     return UserError(
         f"{name}: the chat template refuses the messages: {first_line(error)}\n"
         f"fix: write them {how}, give another template, or remove the line"

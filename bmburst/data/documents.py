@@ -283,12 +283,18 @@ def _texts(
         yield Document(name=name, pieces=[text.encode("utf-8", "replace").decode("utf-8")])
 
 
+_TOGETHER = (("prompt", "completion"), ("completion", "prompt"), ("instruction", "output"), ("output", "instruction"))
+"""Columns, each with another one without which it makes no record."""
+
+
 def column_meant(row: Iterable[str]) -> str:
-    """Return, for a message, the column whose name a row of unknown columns most likely misspells; "" if none."""
-    for key in row:
+    """Return, for a message, the column that a row of no known kind most likely misspells, or lacks; "" if none."""
+    keys = list(row)
+    for key in (key for key in keys if key not in COLUMNS):
         if near := difflib.get_close_matches(key, COLUMNS, n=1, cutoff=0.8):
             return f"; did you mean '{near[0]}'?"
-    return ""
+    lacks = ((one, other) for one, other in _TOGETHER if one in keys and other not in keys)
+    return next((f"; beside '{one}', '{other}' is missing" for one, other in lacks), "")
 
 
 def _text(text_field: str, name: str, value: Any) -> str:

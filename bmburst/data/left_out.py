@@ -124,7 +124,7 @@ def _is_cut(messages: _Messages, render: _Render) -> bool:
 def _fix_role(role: str) -> str:
     known = SPEAKERS.get(role.lower(), role)
     if known != role:
-        return f"write the role as '{known}': --roles {role}={known}, in bmburst train --data.roles"
+        return f"write the role as '{known}', of data also by --roles {role}={known}, in bmburst train --data.roles"
     return "write calls as tool_calls of the assistant, other messages in a role that the template names"
 
 

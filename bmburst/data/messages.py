@@ -163,6 +163,16 @@ def with_joined_parts(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     )
 
 
+def with_another_text(message: Message) -> Message | None:
+    """Return a message whose text differs from its first character on that is no white space; None without text."""
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else content[0]["text"]
+    if not (stripped := text.lstrip()):
+        return None
+    other = text[: -len(stripped)] + ("-" if stripped[0] == "+" else "+")
+    return {**message, "content": other if isinstance(content, str) else [{**content[0], "text": other}]}
+
+
 def with_read_arguments(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Return messages whose tool calls have their arguments as objects where they are the JSON text of one."""
 

@@ -17,12 +17,13 @@ import numpy.typing as npt
 from bmburst.config import read_config_file, read_layer
 from bmburst.data.batches import Ids, Sequences
 from bmburst.data.token_file import TokenFile
-from bmburst.errors import UserError
+from bmburst.errors import UserError, with_fix
 from bmburst.record_format import RecordFormat
 
 SUFFIXES = (".yaml", ".yml")
 _MOST_TURN = 1 << 16
 _ALLOWED = "sources: [{path: chats.jsonl, weight: 3}, {path: books, weight: 1}]"
+_FIX = "list the data under sources; settings of a run are for --config; to train on the text itself, name it .txt"
 _BY_SIZE = "temperature: 2, sources: [{path: chats.jsonl}, {path: books}]"
 
 
@@ -63,23 +64,24 @@ def shares_of(sources: Sequence[Source], files: Sequence[TokenFile]) -> tuple[fl
 
 
 def read_mixture(source: str | Path) -> tuple[Source, ...] | None:
-    """Return the sources of a mixture's YAML file; None if `source` is not a mixture.
+    """Return the sources of a mixture's YAML file; None if `source` is not a YAML file.
 
     Paths in it are relative to its folder.
 
     Raises:
-        UserError: The file has the key `sources`, but not a list of sources with positive weights, or a temperature and
-            no weights.
+        UserError: The file is malformed, or has no list of sources with positive weights, or a temperature and no
+            weights. It may be that of another program, and its text is not meant to be trained on.
     """
     file = Path(source)
     if file.suffix.lower() not in SUFFIXES or not file.is_file():
         return None
     try:
         values = read_config_file(file)
-    except UserError:
-        return None  # a text file
+    except UserError as error:
+        raise with_fix(error, _FIX) from None
     if "sources" not in values:
-        return None
+        given = ", ".join(map(str, values)) or "none"
+        raise UserError(f"{file} is no mixture of data: it has the keys {given:.60}\nallowed: {_ALLOWED}\nfix: {_FIX}")
     if rest := sorted(map(str, set(values) - {"sources", "temperature"})):
         raise UserError(f"{file}: unknown key {rest[0]}\nallowed: sources, temperature\nfix: remove it")
     found, temperature = [], _temperature(file, values.get("temperature"))

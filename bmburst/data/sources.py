@@ -34,7 +34,7 @@ _AS_TEXT = "dtype=str, keep_default_na=False"  # or an answer None or NA is miss
 _CARDS = ("readme", "license", "licence", "citation")
 _TRAIN = ("train", "training")
 _OTHER = ("test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev")
-_SPLIT = re.compile(rf"(?<![^-._ /\d])(?:{'|'.join(_TRAIN + _OTHER)})(?![^-._ /\d])")
+_SPLIT = re.compile(rf"(?<![^-._ /\d=])(?:{'|'.join(_TRAIN + _OTHER)})(?![^-._ /\d])")
 _READ_SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, PARQUET_SUFFIX)
 _OTHER_PACKED = (*PACKED_SUFFIXES, ".lz4")  # in messages
 _MOST_KINDS, _MOST_LETTERS, _MOST_NAMES = 8, 16, 4  # in a message: kinds of files, characters of a suffix, names
@@ -182,7 +182,7 @@ def _no_data(root: Path, files: Sequence[SourceFile]) -> dict[str, list[str]]:
     """Return the files of a data set's folder that are no training data, by reason: cards, and other splits.
 
     A folder of a data set has JSONL or Parquet files. Splits are told by the last word of a path that names one, as on
-    the Hugging Face hub, if there is one for training.
+    the Hugging Face hub, or as partitions of Spark and pandas (split=test), if there is one for training.
     """
     names = {file.path.relative_to(root).as_posix(): file.kind for file in files}
     records = [name for name, kind in names.items() if kind != "text"]

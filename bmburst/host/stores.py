@@ -69,7 +69,8 @@ def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens at one address of this host.
 
     Raises:
-        UserError: The port is taken or invalid, or the address does not belong to this host.
+        UserError: The port is taken or invalid, the address does not belong to this host, or it is a loopback that is
+            not up.
     """
     if not 0 <= port <= 65535:
         raise UserError(f"port {port} is not a TCP port\nallowed: 1 to 65535\nfix: give another MASTER_PORT")
@@ -79,6 +80,11 @@ def listen(address: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections of an earlier run
         listener.bind((address, port))
         listener.listen(4096)
+        if is_loopback(address):
+            _require_route(family, listener.getsockname())
+    except UserError:
+        listener.close()
+        raise
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
@@ -91,6 +97,22 @@ def listen(address: str, port: int) -> socket.socket:
             "fix: correct MASTER_ADDR or MASTER_PORT"
         ) from None
     return listener
+
+
+def _require_route(family: socket.AddressFamily, to: tuple[Any, ...]) -> None:
+    """Check that this host reaches its own loopback: torch's store would try for 15 minutes, deaf to signals.
+
+    Raises:
+        UserError: It does not, as in a new network namespace.
+    """
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(to)  # for UDP this only asks the routing table
+        except OSError as error:
+            raise UserError(
+                f"this host cannot reach its own address {to[0]}: {error.strerror}\n"
+                "fix: bring its loopback interface up: ip link set lo up"
+            ) from None
 
 
 def address_of(host: str, network: Any = socket) -> str:

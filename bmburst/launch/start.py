@@ -170,6 +170,11 @@ def _complete_environment() -> None:
     global _has_joined
     if _has_joined:
         return
+    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            f"RANK is {os.environ['RANK']} but WORLD_SIZE is not set\n"
+            "fix: unset RANK for one rank; start several with bmburst launch --nproc N -- SCRIPT"
+        )
     world = _number("WORLD_SIZE", default=1)
     if world == 1:
         os.environ.setdefault("MASTER_ADDR", "localhost")

@@ -59,9 +59,8 @@ FIELDS: Mapping[str, str] = {
     "stop": "read: a text or a list of texts that end the answer",
     "stream": "read: whether the answer is sent as it is generated",
     "stream_options": "read: include_usage; no effect: include_obfuscation",
-    **dict.fromkeys(
-        ("top_k", "min_p", "repetition_penalty"), "read: not one of OpenAI's; as options of `bmburst generate`"
-    ),
+    "top_k": "read: not one of OpenAI's; as an option of `bmburst generate`; -1, as vLLM writes it, is 0: all tokens",
+    **dict.fromkeys(("min_p", "repetition_penalty"), "read: not one of OpenAI's; as options of `bmburst generate`"),
     "chat_template_kwargs": "read: not one of OpenAI's; variables of the chat template",
     **{name: f"read: {' or '.join(json.dumps(value) for value in values)} only" for name, values in _ONLY.items()},
     **_WITHOUT_EFFECT,
@@ -207,7 +206,7 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
             raise Refusal(400, f"{name}: {shown(value)}; allowed: a number", "invalid_type", name)
         if option in options and options[option] != value:
             raise Refusal(400, f"{name}: {value}, but max_tokens: {options[option]}; give one", "invalid_value", name)
-        options[option] = _converted(name, option, value)
+        options[option] = _converted(name, option, 0 if name == "top_k" and value == -1 else value)
     if "stop" in given:
         options["stop"] = _converted("stop", "stop", given["stop"])
         if len(options["stop"]) > _MOST_STOPS:

@@ -86,6 +86,8 @@ def test_a_bad_line_is_refused_before_ranks_start(here, capsys, line, words):
     says(refused(capsys, "data", "--input", "chats.jsonl", "--tokenizer", "model", "--output", "x.tokens"), words)
     (here / "mix.yaml").write_text("sources: [{path: chats.jsonl, weight: 3}]\n")
     says(refused(capsys, *train("--data", "mix.yaml", "--output", "runs/a")), words)
+    mixed = refused(capsys, "data", "--input", "mix.yaml", "--tokenizer", "model", "--output", "x.tokens")
+    says(mixed, "mix.yaml is a mixture | fix: bmburst train --data mix.yaml")
 
 
 @pytest.mark.usefixtures("no_ranks")

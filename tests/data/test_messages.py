@@ -60,6 +60,47 @@ def test_marked_answers_are_left_out_of_the_loss(tmp_path, template):
     ].answer_bytes == sum(texts[1:])
 
 
+FORGETFUL = (
+    "{% set last = messages | length - 1 %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set thinking = m.thinking if loop.index0 == last else '-' %}"
+    "{% set text = '<|im_start|>assistant\n' + thinking + m.content + '<|im_end|>' %}"
+    "{% if m.out %}{{ text }}{% else %}{% generation %}{{ text }}{% endgeneration %}{% endif %}"
+    "{% else %}<|im_start|>{{ m.role + '\n' + m.content }}{% endif %}{% endfor %}"
+)
+"""Marks whole answers, one directly behind the other, and writes reasoning in the last message only."""
+
+
+@pytest.mark.parametrize("reasoning", ["-", "long reasoning"], ids=["the same", "another"])
+def test_an_answer_of_the_prompt_that_is_written_otherwise_later_is_left_out_alone(tmp_path, reasoning):
+    talk = [{**turn, "thinking": reasoning} if turn["role"] == "assistant" else turn for turn in TURNS]
+    marked = [{**turn, "out": at < 4} for at, turn in enumerate(talk)]
+    peer = AutoTokenizer.from_pretrained(chat.directory(tmp_path / "peer", FORGETFUL))
+    wanted = peer.apply_chat_template(marked, return_dict=True, return_assistant_tokens_mask=True)
+    for line in (
+        {"prompt": talk[:4], "completion": talk[4:]},
+        {"messages": [{**turn, "weight": 0} if at in (1, 3) else turn for at, turn in enumerate(talk)]},
+    ):
+        (found,) = encode(tmp_path, line, template=FORGETFUL)
+        assert found.ids.tolist() == wanted["input_ids"]
+        assert found.answers.tolist() == list(map(bool, wanted["assistant_masks"]))
+
+
+@pytest.mark.parametrize("out", [(1,), (2,), (1, 2)])
+def test_answers_that_a_template_marks_as_one_are_told_apart_or_refused(tmp_path, out):
+    answers = [{"role": "assistant", "content": text, "thinking": "-"} for text in ("a", "bc", "d")]
+    talk = [TURNS[0], *answers[:2], TURNS[2], answers[2]]
+    line = {"messages": [{**turn, "weight": 0} if at in out else turn for at, turn in enumerate(talk)]}
+    if len(out) == 1:
+        with refused("marks answers | as one | weight"):
+            encode(tmp_path, line, template=FORGETFUL)
+        return
+    peer = AutoTokenizer.from_pretrained(chat.directory(tmp_path / "peer", FORGETFUL))
+    marked = [{**turn, "out": at in out} for at, turn in enumerate(talk)]
+    wanted = peer.apply_chat_template(marked, return_dict=True, return_assistant_tokens_mask=True)
+    (found,) = encode(tmp_path, line, template=FORGETFUL)
+    assert found.answers.tolist() == list(map(bool, wanted["assistant_masks"]))
+
+
 @pytest.mark.parametrize(
     ("turn", "words"),
     [
@@ -74,7 +115,7 @@ def test_marked_answers_are_left_out_of_the_loss(tmp_path, template):
         ({"tool_calls": "add"}, 'tool_calls of message 2 is "add" | list'),
         ({"content": [{"type": "image"}]}, "content of message 2 | image | text"),
         ({"content": [{"type": "text", "text": "a"}]}, "refuses the messages | content as one text"),
-        ({"role": "gpt"}, "role 'gpt' | assistant | --data.roles gpt=assistant"),
+        ({"role": "gpt"}, "role 'gpt' | write it as 'assistant' | --roles gpt=assistant | --data.roles"),
     ],
     ids=str,
 )
@@ -156,6 +197,8 @@ def test_arguments_and_contents_that_a_template_quotes_are_refused(tmp_path):
     turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, *TURNS[2:4]]
     assert len(encode(tmp_path, {"messages": turns}, template=CALLS)) == 1
     turns[1] = {**turns[1], "tool_calls": [text]}
+    with refused("x.jsonl:1: ", "refuses", "fix: | arguments of tool calls as objects"):  # Qwen3.5's template
+        encode(tmp_path, {"messages": turns}, template=CALLS.replace("arguments | tojson", "arguments | items | first"))
     with refused("x.jsonl:1: ", "arguments", "message 2", "quoted", "fix: "):
         encode(tmp_path, {"messages": turns}, template=CALLS)
     reader = ChatTemplate(load_tokenizer(str(tmp_path / "t")))  # servers of OpenAI's API read the text in prompts
@@ -184,7 +227,10 @@ def test_messages_that_a_template_leaves_out_are_refused(tmp_path, marked):
     assert len(encode(tmp_path, {"messages": TURNS}, template=template)) == 1
     with refused("x.jsonl:1: ", "leaves out parts of the content", "message 1", "fix: write the content as text"):
         encode(tmp_path, {"messages": [{"role": "user", "content": parts}, TURNS[1]]}, template=template)
-    for role, fix in (("developer", "--roles developer=system"), ("tool_call", "write calls as tool_calls")):
+    for role, fix in (
+        ("developer", "as 'system' | --roles developer=system"),
+        ("tool_call", "write calls as tool_calls"),
+    ):
         with refused("x.jsonl:1: ", f"leaves out messages of the role '{role}'", "message 1", fix):
             encode(tmp_path, {"messages": [{"role": role, "content": "s"}, *TURNS]}, template=template)
     reader = ChatTemplate(load_tokenizer(str(tmp_path / "t")))  # servers of OpenAI's API join parts for such templates

@@ -96,9 +96,25 @@ def test_a_file_of_sources(tmp_path):
     path.write_text("sources:\n- {path: a.jsonl, weight: 3}\n- {path: books, weight: 0.5}\n")
     first, second = read_mixture(path)
     assert (first.path, first.weight, second.weight) == (str(tmp_path / "a.jsonl"), 3, 0.5)
-    path.write_text("a: text\n")
-    assert read_mixture(path) is None
     assert read_mixture("stdlib") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("datasets:\n- path: a.jsonl\n  type: chat_template\nval_set_size: 0.05\n", "keys datasets, val_set_size"),
+        ("source:\n- {path: a.jsonl, weight: 1}\n", "keys source | sources: ["),
+        ("- {path: a.jsonl, weight: 1}\n", "holds a list"),
+        ("sources:\n\t- {path: a.jsonl, weight: 1}\n", "line 2"),
+        ("", "empty"),
+    ],
+    ids=["another program's", "misspelled", "a list", "a tab", "empty"],
+)
+def test_another_yaml_file_is_not_trained_on_as_text(tmp_path, text, words):
+    path = tmp_path / "mix.yaml"
+    path.write_text(text)
+    with refused(path, words, "fix: list the data under sources", ".txt"):
+        read_mixture(path)
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", ".inf", ".nan", "a", "true"])

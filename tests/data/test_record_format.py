@@ -157,6 +157,16 @@ def test_learned_roles(tmp_path, template):
         learned("tool")
 
 
+@pytest.mark.parametrize("template", [chat.PLAIN, chat.MARKED], ids=["plain", "marked"])
+def test_a_learned_text_that_stands_in_its_header_too_is_learned_alone(tmp_path, template):
+    tokenizer = load_tokenizer(str(chat.directory(tmp_path / "t", template)))
+    texts = ["user", "x", "s", "y", " r", "z", "+", "-"]  # three of them stand in "<|im_start|>user"
+    record = Record(name="x:1", messages=tuple(chat.conversation(*texts)))
+    made = RecordEncoder(tokenizer, None, ("user",)).encode(record)
+    found = tokenizer._tokenizer.decode(made.ids[made.answers], skip_special_tokens=False)
+    assert found.replace(" ", "") == "".join(f"{text.strip()}<|im_end|>" for text in texts[::2])
+
+
 def test_segments(tmp_path):
     """Learned and other texts after one another, tokenized one by one with their special tokens, as in axolotl."""
     tokenizer = load_tokenizer(str(chat.directory(tmp_path / "t")))

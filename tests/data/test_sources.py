@@ -46,19 +46,22 @@ def test_directory_is_searched_sorted_and_filtered(tmp_path):
 def test_a_data_set_is_read_without_its_card_and_its_other_splits(tmp_path):
     """As on the Hugging Face hub, splits are told by names, if one is "train"; what is left out is said."""
     names = ("data/train-00000-of-00002.jsonl", "data/test-00000-of-00001.jsonl", "dev/x.jsonl", "trainer.jsonl")
-    for name in (*names, "README.md", "test/train.jsonl"):
+    more = ("is_test=0/0.jsonl", "split=test/0.jsonl")  # folders of partitions
+    for name in (*names, *more, "README.md", "test/train.jsonl"):
         path = tmp_path / "set" / name
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(json.dumps({"text": name}) + "\n")
-    kept = [names[0], "test/train.jsonl", names[3]]
+    kept = [names[0], more[0], "test/train.jsonl", names[3]]
     assert [text for _, text in texts(tmp_path / "set")] == kept
     said = []
     find_sources([tmp_path / "set"], said.append)
-    words = "1 file | README.md | 2 files | other splits than train | --data.validation"
-    says("\n".join(said), words, names[1], names[2])
+    words = "1 file | README.md | 3 files | other splits than train | --data.validation"
+    says("\n".join(said), words, names[1], names[2], more[1])
     for name in kept:
         (tmp_path / "set" / name).unlink()
-    assert sorted(text for _, text in texts(tmp_path / "set")) == sorted(names[1:3])  # nothing else is there
+    assert sorted(text for _, text in texts(tmp_path / "set")) == sorted(
+        (*names[1:3], more[1])
+    )  # nothing else is there
     (tmp_path / "set" / "a.py").write_text("code")
     assert "code" in [text for _, text in texts(tmp_path / "set")]
 
@@ -194,6 +197,10 @@ def test_jsonl_field_and_half_characters(tmp_path):
         (b"[1]", ["not a JSON object", "[1]"]),
         (b'{"body": "a"}', ["no field 'text'", "'body'", "--text-field"]),
         (b'{"txt": "a"}', ["no field 'text'", "'txt'", "did you mean 'text'"]),
+        (
+            b'{"prompt": "a", "response": "b"}',
+            ["no field 'text'", "'response'; beside 'prompt', 'completion' is missing"],
+        ),
         (b'{"text": null}', ["must be a string", "null"]),
         (b'{"text": "\xff"}', ["byte 10", "not UTF-8", "iconv -f ENCODING", "GB18030"]),  # not all others are UTF-16
         (b"[" * 100_000, ["not valid JSON"]),

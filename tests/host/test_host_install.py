@@ -112,6 +112,7 @@ START = "from bmburst.launch.start import start; start()"
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 | RANK, MASTER_ADDR, MASTER_PORT"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE | 'two' | whole number"),
         ({"WORLD_SIZE": "1", "RANK": "1"}, "RANK is 1 | WORLD_SIZE 1"),
+        ({"RANK": "0"}, "RANK is 0 | WORLD_SIZE is not set"),
         ({"LOCAL_RANK": "3"}, "LOCAL_RANK is 3 | LOCAL_WORLD_SIZE 1"),
     ],
 )

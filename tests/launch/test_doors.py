@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -170,6 +171,18 @@ def test_an_address_of_another_host_is_refused():
         listen("192.0.2.9", 0)
     with pytest.raises(UserError, match="65536"):
         listen("127.0.0.1", 65536)
+
+
+def test_a_loopback_that_is_down_is_one_message(tmp_path):
+    """As in a new network namespace, where torch's store tries for 15 minutes and no signal ends it."""
+    apart = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespaces here")
+    (tmp_path / "x.py").write_text("import bmburst; bmburst.start()")
+    launch = [*apart, sys.executable, "-m", "bmburst", "launch", "--nproc", "2", "--", "x.py"]
+    done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    says(done.stderr, "cannot reach its own address 127.0.0.1 | fix: | lo up")
 
 
 def test_few_open_files_are_one_message(tmp_path):

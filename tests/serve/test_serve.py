@@ -110,6 +110,7 @@ def test_answers_are_those_of_generate(running: Served, generator: Generator) ->
         ({"max_completion_tokens": 9}, {"max_new_tokens": 9}),
         (seeded, seeded),
         ({**seeded, "extra_body": more}, {**seeded, **more}),
+        ({**seeded, "extra_body": {"top_k": -1}}, {**seeded, "top_k": 0}),
         ({"max_tokens": 20, "stop": [whole[3:5], "never"]}, {"max_new_tokens": 20, "stop": (whole[3:5], "never")}),
     ):
         given: Any = {"messages": messages, "model": "tiny", **({} if "max_completion_tokens" in options else ASK)}
@@ -171,6 +172,7 @@ def test_what_is_not_understood_is_refused_by_name(running: Served) -> None:
         ({"temperature": -1}, 400, "temperature | -1 | at least 0"),
         ({"seed": -1}, 400, "seed | -1"),
         ({"top_p": 2}, 400, "top_p | 2"),
+        ({"top_k": -2}, 400, "top_k | -2 | at least 0"),
         ({"max_tokens": 0}, 400, "max_tokens | 0 | at least 1"),
         ({"max_completion_tokens": 7}, 400, "max_completion_tokens | 7 | 6"),
         ({"stop": [""]}, 400, "stop | not empty"),
@@ -179,6 +181,7 @@ def test_what_is_not_understood_is_refused_by_name(running: Served) -> None:
         ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options | include_usage"),
         ({"messages": []}, 400, "messages | at least one"),
         ({"messages": None}, 400, "messages | missing"),
+        ({"messages": [{"role": "User", "content": "a"}]}, 400, "the role 'User' | write it as 'user'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url | text"),
         ({"messages": [{"role": "user", "content": "a", "audio": {"id": "a"}}]}, 400, "audio"),
         ({"chat_template_kwargs": {"tokenize": False}}, 400, "tokenize"),

@@ -166,6 +166,17 @@ def test_unknown_keys_name_the_nearest(key, near):
     assert re.findall(r"'([\w.]*)'", text) == [str(key), *([near] if near else [])]
 
 
+def test_all_unknown_keys_of_another_programs_file_are_named():
+    """Up to a section that does not fit, in which the walk ends; the text stays short."""
+    given = {"base_model": "x", "cuont": 1, "inner": {"rat": 1, "rate": 0.5}, "stage": "sft"}
+    text = refusal_of(made, given)
+    says(text, "'base_model'; also unknown: 'cuont' ('count'?), 'inner.rat' ('inner.rate'?), 'stage'")
+    says(refusal_of(made, {"stage": 1, "model": 2, "inner": "adamw", "x": 3}), "'stage'; also unknown: 'model'")
+    many = refusal_of(made, {f"lots_of_{at}": at for at in range(20)})
+    says(many, "'lots_of_0'; also unknown: 'lots_of_1', | 'lots_of_12' and 7 more")
+    assert len(many) < 600
+
+
 def test_layers_merge_field_by_field_and_later_ones_win():
     low = read_layer(Tree, {"count": 1, "inner": {"rate": 0.1, "kind": "green"}, "maybe": {"needed": 2}}, "low")
     high = read_layer(Tree, {"inner.rate": "0.2", "maybe.more": "y"}, "high")
