@@ -8,7 +8,7 @@ from typing import Any
 
 from bmburst.amounts import GIB, short
 from bmburst.blocks.config import LoRAConfig
-from bmburst.errors import UserError
+from bmburst.errors import DoesNotFit
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import memory_of, reserved_memory
 from bmburst.plan.presentation import command
@@ -81,7 +81,7 @@ def longest(
         lora: Adapters to train in additional results.
 
     Raises:
-        UserError: No mesh can train a sequence of `STEP` tokens per rank.
+        DoesNotFit: No mesh can train a sequence of `STEP` tokens per rank.
     """
     found: list[Longest] = []
     shortest = replace(task, sequence=STEP * task.gpus)
@@ -94,7 +94,7 @@ def longest(
         require_possible(recompute, [each for ways in meshes.values() for each in ways])
         found += [one for ways in meshes.values() if (one := _longest(_Fit(ways, recompute, offload), hardware))]
     if not found:
-        raise UserError(
+        raise DoesNotFit(
             f"{task.preset} does not fit on {task.gpus} x {hardware.name} at any length\n"
             f"fix: {remedy(shortest, hardware, recompute=recompute, zero=(3,), tensor=tensor, offload=offload)}"
         )

@@ -254,6 +254,17 @@ def require_stages(stages: int, layers: int) -> None:
         )
 
 
+def default_batch(stages: int, micro_batch: int, data: int = 1) -> int:
+    """Return the sequences of a step that is given no batch: a micro-batch for each stage; without a pipeline one.
+
+    Args:
+        stages: Number of stages.
+        micro_batch: Sequences of a micro-batch.
+        data: Data parallel degree.
+    """
+    return stages * data * micro_batch if stages > 1 else 1
+
+
 def require_micro_batches(stages: int, count: int) -> None:
     """Check that a step has a micro-batch for each stage.
 

@@ -11,6 +11,7 @@ import pytest
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import CommandParser, main
 from bmburst.cli import training as train_command
+from bmburst.cli.program import NOTHING_FITS
 from bmburst.config import given_options
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.counts import attention_flops
@@ -312,7 +313,7 @@ def test_many_gpus_are_answered(gpus, nodes, capsys):
 
 
 def test_nothing_that_fits_is_said(capsys):
-    assert plan("--preset", "llama-2-13b", "--sequence-length", "4194304", "--nproc", "1") == 0
+    assert plan("--preset", "llama-2-13b", "--sequence-length", "4194304", "--nproc", "1") == NOTHING_FITS
     printed = capsys.readouterr().out
     assert "No configuration fits" in printed.splitlines()[0]
     assert "inputs to host" in printed.splitlines()[5], "the first is nearest to fitting, not the fastest"

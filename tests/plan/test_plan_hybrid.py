@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.tiny_families import tiny_config
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli import main
+from bmburst.cli.program import NOTHING_FITS, main
 from bmburst.integrations.transformers_shapes import hybrid_of
 from bmburst.plan.hybrid import CONVOLUTION, ELEMENTWISE, RECURRENCE, AttentionLayer, RecurrentLayer, hybrid_step
 from bmburst.schedule.hardware import load_hardware
@@ -138,6 +138,8 @@ def test_the_command(tmp_path, capsys):
     assert printed.startswith("nemotron_h, 64K tokens") and "estimated time" in printed and "are estimates" in printed
     assert main(["plan", "--model", str(tmp_path / "nemotron_h"), *asked, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["weights"] == 22716
+    assert main(["plan", "--model", str(tmp_path / "nemotron_h"), "--sequence-length", "1024M"]) == NOTHING_FITS
+    says(capsys.readouterr().out.splitlines()[0], "does not fit")
 
     assert main(["plan", "--model", str(tmp_path / "deepseek_v3"), *asked]) == 0
     printed = capsys.readouterr().out
