@@ -47,7 +47,7 @@ _SETTINGS = MappingProxyType(
     {
         "preset": "none",
         "sequence_length": "none",
-        "batch_size": "1, or with --pipeline-parallel a micro-batch for each of its stages",
+        "batch_size": "a micro-batch, or with --pipeline-parallel one for each of its stages",
         "micro_batch_size": "1",
         "dtype": "bfloat16",
         "host_memory": "that of the hardware",

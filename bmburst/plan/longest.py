@@ -13,7 +13,7 @@ from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import memory_of, reserved_memory
 from bmburst.plan.presentation import command
 from bmburst.plan.search import Prediction, best, remedy, with_usable_memory
-from bmburst.plan.ways import candidates, require_possible, with_policies
+from bmburst.plan.ways import askable, candidates, require_possible, with_policies
 from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import Hardware
 
@@ -87,9 +87,8 @@ def longest(
     shortest = replace(task, sequence=STEP * task.gpus)
     for asked in (task, *([replace(task, lora=lora, second_model=False)] if lora else [])):
         meshes = defaultdict(list)
-        for each in candidates(
-            replace(asked, sequence=STEP * task.gpus), recompute=recompute[:1], zero=(3,), tensor=tensor
-        ):
+        shorter = replace(asked, sequence=STEP * task.gpus)
+        for each in askable(candidates(shorter, recompute=recompute[:1], zero=(3,), tensor=tensor), hardware):
             meshes[each.data, each.tensor].append(each)
         require_possible(recompute, [each for ways in meshes.values() for each in ways])
         found += [one for ways in meshes.values() if (one := _longest(_Fit(ways, recompute, offload), hardware))]

@@ -175,7 +175,7 @@ def test_command_of_a_pipeline_is_one_of_bmburst_train(capsys: pytest.CaptureFix
     ("options", "words"),
     [
         ("--nproc 4 --batch-size 8 --pipeline-parallel 3", "--pipeline-parallel 3 | 4 GPUs | divisors"),
-        ("--nproc 4 --batch-size 1 --pipeline-parallel 2", "--pipeline-parallel 2 | --batch-size 1 | larger"),
+        ("--nproc 4 --batch-size 1 --pipeline-parallel 2", "--pipeline-parallel 2 | --batch-size 1 | --batch-size 2"),
         ("--nproc 4 --batch-size 8 --pipeline-parallel 2 --recompute block+offload", "2 stages | --recompute block"),
         ("--nproc 4 --batch-size 8 --pipeline-parallel two", "--pipeline-parallel | two"),
     ],
