@@ -270,9 +270,9 @@ def check_inputs(config: EvalConfig) -> EvaluatedModel:
             "roles are given\nallowed: JSONL of messages, of prompt and completion, or of text\n"
             "fix: leave them out, or correct --data"
         )
+    _open(config, tokenizer, say_left_out, progress=True).require_vocab(model.config.vocab_size, config.data)
     if tokenizer is None and is_new:
         note_bytes(directory, "--tokenizer")
-    _open(config, tokenizer, say_left_out, progress=True).require_vocab(model.config.vocab_size, config.data)
     return model
 
 
