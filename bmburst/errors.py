@@ -38,6 +38,10 @@ def _shortened(line: str) -> str:
     return line if len(line) <= _MOST_CHARACTERS else f"{line[:half]} ... {line[-half:]}"
 
 
+class DoesNotFit(UserError):
+    """Nothing that a plan may try fits into memory, although the input is valid. `bmburst plan` exits with status 1."""
+
+
 class RunError(Exception):
     """A run must end although its input is valid. The command line prints the text and exits with status 1.
 

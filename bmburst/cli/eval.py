@@ -71,7 +71,13 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
         # Imported here because it imports torch, which the help does not need.
         from bmburst.train.evaluate import check_inputs
 
-        request = {"config": to_dict(config), "verified": str(check_inputs(config))}
+        model = check_inputs(config)
+        request = {
+            "config": to_dict(config),
+            "verified": str(model.directory),
+            "tokenizer": model.tokenizer,
+            "model": to_dict(model.config),
+        }
     yield (
         request,
         LaunchSpec(
@@ -90,10 +96,13 @@ def run_rank(request: Request) -> int:
         from bmburst.comm.groups import in_group
 
         return in_group(partial(measure, request))
-    from bmburst.train.evaluate import evaluate_checkpoint
+    from bmburst.blocks.config import LlamaConfig
+    from bmburst.train.evaluate import EvaluatedModel, evaluate_checkpoint
 
     config = build_config(EvalConfig, read_layer(EvalConfig, request["config"], "request"))
-    measured, bins = evaluate_checkpoint(config)
+    shape = build_config(LlamaConfig, read_layer(LlamaConfig, request["model"], "request"))
+    model = EvaluatedModel(Path(request["verified"]), request["tokenizer"], shape)
+    measured, bins = evaluate_checkpoint(config, model)
     if os.environ["RANK"] == "0":
         print(
             f"loss           {measured.loss:.4f} nats per token\n"

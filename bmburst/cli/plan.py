@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB, numbers, tokens
 from bmburst.cli.calibration import calibrate_machine
+from bmburst.cli.program import NOTHING_FITS
 from bmburst.config import add_options, flat, given_options, hide_rare, option_name, read_layer
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import is_picture, require_file
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 HELP = (
     "Predict time and memory of a training step for every sensible mesh, attention strategy, recompute policy and ZeRO "
     "stage and group. Print those that fit, the fastest first, and the command of the best one. --generate: predict "
-    "the first token, the time per token and the memory of generation. Needs no GPU."
+    "the first token, the time per token and the memory of generation. Needs no GPU. Exit status: 0 if something fits "
+    "into memory, 1 if nothing does, 2 for bad input."
 )
 _USAGE = (
     "bmburst plan --preset NAME --sequence-length N --nproc N [--nodes N] [--hardware NAME|FILE] [--write FILE]\n"
@@ -45,7 +47,7 @@ _SETTINGS = MappingProxyType(
     {
         "preset": "none",
         "sequence_length": "none",
-        "batch_size": "1, or with --pipeline-parallel a micro-batch for each of its stages",
+        "batch_size": "a micro-batch, or with --pipeline-parallel one for each of its stages",
         "micro_batch_size": "1",
         "dtype": "bfloat16",
         "host_memory": "that of the hardware",
@@ -180,7 +182,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan or calibrate, and return the exit status."""
+    """Plan or calibrate, and return the exit status: `NOTHING_FITS` if all that is predicted is too large.
+
+    Raises:
+        UserError: An option cannot work, or it needs something that fits and nothing does (`DoesNotFit`).
+    """
     given = {name: value for name, value in given_options(args, TrainConfig).items() if name in _SETTINGS}
     settings = dict(flat(read_layer(TrainConfig, given, "")))
     if args.calibrate:
@@ -281,7 +287,7 @@ def _hybrid(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         print(json.dumps(hybrid_json(model, step, *task, hardware), indent=1))
     else:
         print(hybrid_report(model, step, *task, hardware))
-    return 0
+    return 0 if step.fits else NOTHING_FITS
 
 
 def _model(settings: Mapping[str, Any]) -> "tuple[LlamaConfig, str, str | None]":
@@ -321,7 +327,7 @@ def _generate(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         print(json.dumps(generation_json(task, hardware, found), indent=1))
     else:
         print(generation_report(task, hardware, found, asked_for))
-    return 0
+    return 0 if asked.fits else NOTHING_FITS
 
 
 def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
@@ -329,6 +335,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Task
     from bmburst.plan.presentation import as_json, report
     from bmburst.plan.search import best_of_each, remedy, search
+    from bmburst.schedule.pipeline import default_batch
 
     if args.ways < 1:
         raise UserError(f"--ways {args.ways}\nallowed: at least 1\nfix: --ways 12, or leave it out")
@@ -351,7 +358,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         sequence=max(1, gpus) if args.longest else settings["sequence_length"],  # --longest finds it
         gpus=gpus,
         nodes=args.nodes,
-        batch=settings.get("batch_size", max(pipe) * micro_batch if max(pipe) > 1 else 1),  # as in training
+        batch=settings.get("batch_size", default_batch(max(pipe), micro_batch)),
         micro_batch=micro_batch,
         dtype=settings.get("dtype", "bfloat16"),
         state=settings.get("optimizer.state", "float32"),
@@ -390,7 +397,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
         draw_predictions(shown, args.output)
         print(f"{args.output}: drawn", file=sys.stderr)
-    return 0
+    return 0 if found[0].memory.fits else NOTHING_FITS
 
 
 def _shared(args: argparse.Namespace, settings: Mapping[str, Any], model: "LlamaConfig") -> tuple[int, int, str | None]:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 from bmburst import __version__
 from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, at_home, whole, why_not_text
 from bmburst.config import FieldHelpFormatter, nearest_name, short_help, show_rare
-from bmburst.errors import UserError, unknown
+from bmburst.errors import DoesNotFit, UserError, unknown
 from bmburst.launch import last_error
 from bmburst.outputs import FULL, write_fix
 
@@ -69,6 +69,8 @@ _KINDS = MappingProxyType(
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 _FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files that ranks of a small and of a large job need
 INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
+NOTHING_FITS = 1
+"""Exit status of a plan without a configuration that fits into memory."""
 _ON_RANKS = ("train", "generate", "eval", "serve", "check")
 LAUNCHED = "BMBURST_LAUNCH_FOLDER"
 """Environment variable that the launcher sets in its ranks. The launcher prints the first rank's error once."""
@@ -239,7 +241,7 @@ def _caught(words: Sequence[str]) -> int:
         last_error.record(error)
         name = f"bmburst {command}" if command in COMMANDS else "bmburst"
         print(f"{name}: {error}", file=sys.stderr)
-        return _BAD_INPUT
+        return NOTHING_FITS if isinstance(error, DoesNotFit) else _BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

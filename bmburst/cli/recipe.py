@@ -12,7 +12,7 @@ from bmburst.amounts import GIB
 from bmburst.cli import training
 from bmburst.cli.program import CommandParser
 from bmburst.config import given_options, read_layer
-from bmburst.errors import UserError
+from bmburst.errors import DoesNotFit, UserError
 from bmburst.outputs import require_file, write_text
 from bmburst.train.config import TrainConfig
 
@@ -73,10 +73,11 @@ def write_recipe(path: Path, best: "Prediction", needs: str) -> None:
     """Write the recipe of the best configuration. `needs` says what it needs if it does not fit.
 
     Raises:
-        UserError: The configuration does not fit into memory, or the file cannot be written.
+        DoesNotFit: The configuration does not fit into memory.
+        UserError: The file cannot be written.
     """
     if not best.memory.fits:
-        raise UserError(f"--write {path}: no configuration fits into memory\nfix: {needs}")
+        raise DoesNotFit(f"--write {path}: no configuration fits into memory\nfix: {needs}")
     text = recipe(best, settings_of(best.candidate), str(path))
     write_text("--write", path, text)
     print(f"{path}: written for bmburst train --config {path}", file=sys.stderr)

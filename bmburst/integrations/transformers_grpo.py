@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -194,6 +195,7 @@ class SplitRows(DecidesTogether):
             values, _ = self._logps(model, [part for _, part in call], entropy)
             own = self.split.mesh.sequence.rank
             found += [value for (rank, _), value in zip(call, values, strict=True) if rank == own]
+        _reshard_frozen(model, self._trainer.optimizer)
         logps, entropies = zip(*found, strict=True)
         return torch.cat(logps), torch.cat(entropies) if entropy else None
 
@@ -430,6 +432,18 @@ def require_read(trainer: type, installed: str | None = None) -> None:
             f"{own.__name__} defines {_REPLACED}, which SplitRows replaces\n"
             "fix: a trainer without it, or without SplitRows"
         )
+
+
+def _reshard_frozen(model: nn.Module, optimizer: Any) -> None:
+    """Reshard a model of FSDP2 whose pass had weights frozen that are trained: adapters, disabled for the reference.
+
+    FSDP2 keeps the weights of its root after a forward pass. PEFT would enable those that are then in the modules, not
+    the shards, which stay frozen and freeze the weights of the next pass.
+    """
+    if optimizer is not None and any(not w.requires_grad for each in optimizer.param_groups for w in each["params"]):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _require_exact(trainer: Any, layout: str, share_prompts: bool) -> None:

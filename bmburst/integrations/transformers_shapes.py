@@ -24,6 +24,9 @@ _SSD = ("num_heads", "ssm_state_size", "head_dim", "conv_dim", "conv_kernel_size
 _LIGHTNING = ("slope_rate", "num_attention_heads", "head_dim")
 _LATENT = ("kv_b_proj", "kv_lora_rank", "num_heads", "qk_head_dim", "v_head_dim")
 _SHARES = ("num_experts", "n_routed_experts", "num_local_experts")
+_ADAPTERS = tuple(f"{name}_adapter_list" for name in ("gate_up_proj", "linear_q", "linear_k", "linear_v"))
+"""Adapters of Zamba 2, of which each layer has its own beside weights that it shares. A block holds those of all layers
+with its weights, in lists with places for the others."""
 
 
 def read_hybrid(folder: Path) -> Hybrid:
@@ -61,9 +64,10 @@ def hybrid_of(model: transformers.PreTrainedModel) -> Hybrid:
         raise _unpriced(model, "it has neither recurrent layers that bmburst knows nor latent attention")
     recurrent = Counter(_recurrent(layer) for layer in mixing)
     attention = Counter(_attention(model, layer) for layer in layers)
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    blocks = _blocks(model)
     config: Any = model.config.get_text_config(decoder=True)
-    if len(blocks) != config.num_hidden_layers:
+    counts = config.num_hidden_layers, getattr(config, "num_layers", None)  # LongCat Flash has two layers in a block
+    if len(blocks) not in counts:
         raise _unpriced(model, f"its {len(blocks)} blocks are not one for each of {config.num_hidden_layers} layers")
     head = model.get_output_embeddings()
     vocabulary, hidden = head.weight.shape
@@ -82,15 +86,29 @@ def hybrid_of(model: transformers.PreTrainedModel) -> Hybrid:
     )
 
 
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model that are not within another one."""
+    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    within = {inner for block in found for inner in block.modules() if inner is not block}
+    return [block for block in found if block not in within]
+
+
+def _of_other_layers(block: nn.Module) -> set[nn.Module]:
+    """Return the modules of a block that tokens meet in other layers."""
+    lists = [found for module in block.modules() for name in _ADAPTERS if (found := getattr(module, name, None))]
+    adapters = [[each for each in found if not isinstance(each, nn.Identity)] for found in lists]
+    return {module for found in adapters for each in found[1:] for module in each.modules()}  # all of one size
+
+
 def _products(model: nn.Module, block: nn.Module) -> tuple[float, float]:
     """Return the weights of a block's matrix products that a token meets, and the numbers that these products give.
 
-    Of experts, a token meets those that its router chooses.
+    Of experts, a token meets those that its router chooses. Those without weights are chosen as often as the others.
     """
     config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    active = wide = 0.0
+    active, wide, others = 0.0, 0.0, _of_other_layers(block)
     for module in block.modules():
-        if isinstance(module, nn.Conv1d):
+        if isinstance(module, nn.Conv1d) or module in others:
             continue
         for name, weight in module.named_parameters(recurse=False):
             if isinstance(module, nn.Linear) and weight.dim() == 2:
@@ -98,9 +116,11 @@ def _products(model: nn.Module, block: nn.Module) -> tuple[float, float]:
             elif weight.dim() == 3:
                 every = next((n for n in (getattr(config, key, None) for key in _SHARES) if n), None)
                 chosen = getattr(config, "num_experts_per_tok", None)
-                if every != weight.shape[0] or not chosen:
+                empty = getattr(config, "zero_expert_num", None) or 0
+                if not chosen or every is None or len(weight) not in (every, every + empty):
                     raise _unpriced(model, f"the products of {type(module).__name__}.{name} are not known")
-                active, wide = active + weight.numel() * chosen / every, wide + chosen * weight.shape[1]
+                chosen *= every / (every + empty)
+                active, wide = active + weight[0].numel() * chosen, wide + chosen * weight.shape[1]
     return active, wide
 
 

@@ -15,13 +15,14 @@ from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp
 from bmburst.blocks.dtypes import ITEMSIZE, DtypeName
 from bmburst.errors import UserError, require_known
 from bmburst.optim.config import MOMENT_BYTES, State
-from bmburst.plan.counts import WIDE, Operators, block_parameters, causal_pairs, four_bit_saving
+from bmburst.plan.counts import WIDE, Operators, block_parameters, causal_pairs, four_bit_saving, head_layers
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.layout import Balanced, Zigzag
 from bmburst.schedule.mask import Mask, causal_mask
 from bmburst.schedule.parallelism import MOST_RANKS, Outer, RingTensors, Strategy
+from bmburst.schedule.pipeline import stage_layers
 from bmburst.schedule.tree import Tree
 from bmburst.schedule.units import HeadShapes, Sizes, choose_ring_tensors, with_units
 from bmburst_ops.bounded_cache import bounded_cache
@@ -285,6 +286,14 @@ class Candidate:
         return self.task.batch // (self.data * self.task.micro_batch)
 
     @cached_property
+    def stages(self) -> tuple["Candidate", ...]:
+        """The stages of the pipeline, each as a way to train its layers without one."""
+        of_stages = _layers_of_stages(self.task, self.pipe)
+        return tuple(
+            replace(self, task=task, pipe=1, recompute=_policy_of(self.policy, layers)) for layers, task in of_stages
+        )
+
+    @cached_property
     def own_heads(self) -> int:
         """Query heads of a tensor rank."""
         return self.task.model.num_heads // self.tensor
@@ -393,6 +402,28 @@ def _attention_cost(problem: Problem, strategy: Strategy) -> AttentionCost:
 @lru_cache(maxsize=256)
 def _of_heads(task: Task, heads: int, kv_heads: int) -> Task:
     return replace(task, model=replace(task.model, num_heads=heads, num_kv_heads=kv_heads))
+
+
+@lru_cache(maxsize=256)
+def _layers_of_stages(task: Task, pipe: int) -> tuple[tuple[range, Task], ...]:
+    """Return the layers of each stage of a pipeline, and the task of training them alone."""
+    head, gpus = head_layers(task.model, task.sequence), task.gpus // pipe
+    nodes = max(1, gpus // task.gpus_per_node)
+    found = []
+    for number in range(pipe):
+        layers = stage_layers(task.model.num_layers, pipe, number, head)
+        model = replace(task.model, num_layers=len(layers), tie_embeddings=True)
+        found.append((layers, replace(task, model=model, gpus=gpus, nodes=nodes if gpus % nodes == 0 else 1)))
+    return tuple(found)
+
+
+def _policy_of(policy: Policy, layers: range) -> str:
+    """Return the recompute policy of a stage, whose layers may be some of the first N that a policy names."""
+    if policy.layers is None or policy.layers >= layers.stop:
+        return replace(policy, layers=None).name
+    if policy.layers <= layers.start:
+        return Policy(recomputes=False).name
+    return replace(policy, layers=policy.layers - layers.start).name
 
 
 def _in_words(policy: Policy) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 from bmburst.amounts import GIB, short
 from bmburst.blocks.config import LoRAConfig
-from bmburst.errors import UserError
+from bmburst.errors import DoesNotFit
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import memory_of, reserved_memory
 from bmburst.plan.presentation import command
 from bmburst.plan.search import Prediction, best, remedy, with_usable_memory
-from bmburst.plan.ways import candidates, require_possible, with_policies
+from bmburst.plan.ways import askable, candidates, require_possible, with_policies
 from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import Hardware
 
@@ -81,20 +81,19 @@ def longest(
         lora: Adapters to train in additional results.
 
     Raises:
-        UserError: No mesh can train a sequence of `STEP` tokens per rank.
+        DoesNotFit: No mesh can train a sequence of `STEP` tokens per rank.
     """
     found: list[Longest] = []
     shortest = replace(task, sequence=STEP * task.gpus)
     for asked in (task, *([replace(task, lora=lora, second_model=False)] if lora else [])):
         meshes = defaultdict(list)
-        for each in candidates(
-            replace(asked, sequence=STEP * task.gpus), recompute=recompute[:1], zero=(3,), tensor=tensor
-        ):
+        shorter = replace(asked, sequence=STEP * task.gpus)
+        for each in askable(candidates(shorter, recompute=recompute[:1], zero=(3,), tensor=tensor), hardware):
             meshes[each.data, each.tensor].append(each)
         require_possible(recompute, [each for ways in meshes.values() for each in ways])
         found += [one for ways in meshes.values() if (one := _longest(_Fit(ways, recompute, offload), hardware))]
     if not found:
-        raise UserError(
+        raise DoesNotFit(
             f"{task.preset} does not fit on {task.gpus} x {hardware.name} at any length\n"
             f"fix: {remedy(shortest, hardware, recompute=recompute, zero=(3,), tensor=tensor, offload=offload)}"
         )

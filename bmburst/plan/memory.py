@@ -28,7 +28,7 @@ from bmburst.plan.counts import (
     mlp_matrix,
 )
 from bmburst.plan.moments import Lines, Moments, OtherBlocks, StepMoments
-from bmburst.plan.stages import ends, kept_by_stage, stage_of, stages_per_node
+from bmburst.plan.stages import ends, kept_by_stage, stages_per_node
 from bmburst.recompute.policy import BlockBytes
 from bmburst.schedule.hardware import Hardware
 
@@ -109,7 +109,7 @@ def _peak(candidate: Candidate, workspace: float, operators: Operators) -> tuple
 
 def _stage_memory(candidate: Candidate, number: int, hardware: Hardware, operators: Operators) -> Memory:
     """Return the peak memory of a stage of a pipeline."""
-    stage = stage_of(candidate, number)
+    stage = candidate.stages[number]
     own = memory_of(stage, hardware, operators=operators)
     more = _used(kept_by_stage(candidate, number, StepMoments(stage, operators)))
     others = stages_per_node(candidate)

@@ -12,7 +12,7 @@ from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Candidate, Offload, Task
 from bmburst.plan.counts import CURRENT, Operators
 from bmburst.plan.memory import HOST_SHARE, Memory, memory_of, reserved_memory
 from bmburst.plan.step import StepTime, step_time, utilisation
-from bmburst.plan.ways import ALL_ATTENTION, candidates, require_possible, with_attention_choice, with_policies
+from bmburst.plan.ways import ALL_ATTENTION, askable, candidates, require_possible, with_attention_choice, with_policies
 from bmburst.recompute.policy import POLICIES, Policy, require_end
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES
@@ -106,7 +106,8 @@ def search(
     """
     room = with_usable_memory(hardware, hardware.memory - reserved_memory(task, hardware), task)
     enough = [ALL_ATTENTION] if ALL_ATTENTION in recompute else recompute
-    spreads = candidates(task, recompute=recompute[:1], zero=zero, tensor=tensor, pipe=pipe)  # mesh, strategy and stage
+    every = candidates(task, recompute=recompute[:1], zero=zero, tensor=tensor, pipe=pipe)
+    spreads = askable(every, hardware)  # mesh, strategy and stage
     require_possible(recompute, spreads)
 
     def predictions(way: Candidate) -> Iterator[Prediction]:

@@ -3,36 +3,11 @@
 Embedding and head are counted as one table each on every stage.
 """
 
-from dataclasses import replace
-
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import head_layers, held_block, table
+from bmburst.plan.counts import held_block, table
 from bmburst.plan.moments import Lines, StepMoments
-from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware
-from bmburst.schedule.pipeline import PipelineSchedule, leaves_weights, stage_layers
-
-
-def stage_of(candidate: Candidate, number: int) -> Candidate:
-    """Return a stage of a pipeline as a way to train its layers without one."""
-    task = candidate.task
-    head = head_layers(task.model, task.sequence)
-    layers = stage_layers(task.model.num_layers, candidate.pipe, number, head)
-    gpus = task.gpus // candidate.pipe
-    nodes = max(1, gpus // task.gpus_per_node)
-    model = replace(task.model, num_layers=len(layers), tie_embeddings=True)
-    own = replace(task, model=model, gpus=gpus, nodes=nodes if gpus % nodes == 0 else 1)
-    return replace(candidate, task=own, pipe=1, recompute=_policy(candidate, layers))
-
-
-def _policy(candidate: Candidate, layers: range) -> str:
-    """Return the recompute policy of a stage, whose layers may be some of the first N that a policy names."""
-    policy = candidate.policy
-    if policy.layers is None or policy.layers >= layers.stop:
-        return replace(policy, layers=None).name
-    if policy.layers <= layers.start:
-        return Policy(recomputes=False).name
-    return replace(policy, layers=policy.layers - layers.start).name
+from bmburst.schedule.pipeline import PipelineSchedule, leaves_weights
 
 
 def ends(candidate: Candidate) -> tuple[int, int]:
@@ -53,7 +28,7 @@ def schedule_of(candidate: Candidate) -> PipelineSchedule:
 
 def splitting_layers(candidate: Candidate, number: int) -> int:
     """Return the number of layers of a stage whose backward leaves gradients of weights for later."""
-    stage, is_frozen = stage_of(candidate, number), candidate.task.lora is not None
+    stage, is_frozen = candidate.stages[number], candidate.task.lora is not None
     policies = stage.policy.of_layers(stage.task.model.num_layers)
     return sum(leaves_weights(number, recomputes=each.recomputes, is_frozen=is_frozen) for each in policies)
 
@@ -66,7 +41,7 @@ def kept_by_stage(candidate: Candidate, number: int, moments: StepMoments) -> Li
         number: Number of the stage.
         moments: Those of a block of the stage.
     """
-    stage = stage_of(candidate, number)
+    stage = candidate.stages[number]
     policies = stage.policy.of_layers(stage.task.model.num_layers)
     kept = sum(policy.kept(moments.block) for policy in policies)
     left = splitting_layers(candidate, number) * moments.left_for_later()

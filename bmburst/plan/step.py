@@ -28,7 +28,7 @@ from bmburst.plan.counts import (
     vocabulary_matrices,
 )
 from bmburst.plan.memory import block_bytes
-from bmburst.plan.stages import schedule_of, send_seconds, splitting_layers, stage_of
+from bmburst.plan.stages import schedule_of, send_seconds, splitting_layers
 from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware, sustained
 from bmburst.schedule.pipeline import PassTimes
@@ -95,8 +95,8 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
 def _pipeline_time(candidate: Candidate, hardware: Hardware, operators: Operators) -> StepTime:
     """Return the seconds of the slowest stage, and of what it waits for the others in their schedule."""
     times, passes = [], []
-    for number in range(candidate.pipe):
-        stage, is_last = stage_of(candidate, number), number == candidate.pipe - 1
+    for number, stage in enumerate(candidate.stages):
+        is_last = number == candidate.pipe - 1
         time = _step_time(stage, hardware, operators, has_head=is_last, sums_whole=stage.zero == 2)
         once = time.optimizer
         if stage.zero == 2:  # weights are gathered and gradients scattered once a step, and nothing hides it

@@ -5,7 +5,7 @@ smallest N that fits is listed. It is the fastest, because every further layer i
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -14,7 +14,7 @@ from bmburst.plan.candidates import ZERO, Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, block_bytes, memory_of
 from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.hardware import Hardware
-from bmburst.schedule.parallelism import STRATEGIES, can_share, divisors
+from bmburst.schedule.parallelism import STRATEGIES, can_share, divisors, name_of
 from bmburst.schedule.strategy import choose_strategy, possible_strategies
 
 ALL_ATTENTION = "block-keep-attention"
@@ -117,14 +117,27 @@ def with_attention_choice(
     return replace(candidate.with_strategy(chosen.ulysses_degree, chosen.outer), ring_tensors=chosen.ring_tensors)
 
 
+def askable(ways: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
+    """Return the ways whose strategy a command can ask for: by its name, or since "auto" selects it for the degree."""
+    found = []
+    for way in ways:
+        named = name_of(way.ulysses_degree, way.sequence, way.outer) != "auto" or way.sequence == 1
+        if named or with_attention_choice(way, "auto", way.ulysses_degree, hardware).outer == way.outer:
+            found.append(way)
+    return found
+
+
 def _none(task: Task, tensor: Sequence[int] | None, pipe: Sequence[int]) -> UserError:
     if 1 not in pipe:
+        fitting = [n for n in pipe if 1 < n <= task.model.num_layers and task.gpus % n == 0 and not task.pairs]
+        least = min(fitting, default=0) * task.micro_batch
+        more = f", or --batch-size {least}" if least > task.batch else ""
         return UserError(
             f"--pipeline-parallel {','.join(map(str, pipe))} is not possible for {task.model.num_layers} layers on "
             f"{task.gpus} GPUs with --batch-size {task.batch}"
             f"{', and not for preference pairs' if task.pairs else ''}\n"
             "allowed: divisors of the GPUs, at most the layers and the micro-batches of a data parallel group\n"
-            "fix: --pipeline-parallel 1, or a larger --batch-size"
+            f"fix: --pipeline-parallel 1{more}"
         )
     if tensor is not None and not any(True for _ in _meshes(task, None)):
         tensor = None

@@ -32,6 +32,11 @@ class Run(NamedTuple):
         """Return how many tokens of the run have global positions below `length`."""
         return min(self.tokens, max(0, -(-(length - self.start) // self.stride)))
 
+    def mirrored(self, length: int) -> "Run":
+        """Return the run of its tokens below `length` in a sequence of `length` tokens in reverse."""
+        tokens = self.real(length)
+        return Run(self.offset, length - 1 - self.start - (tokens - 1) * self.stride, self.stride, tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout(ABC):
@@ -357,6 +362,10 @@ def rank_areas(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]:
 @bounded_cache(maxsize=128)
 def key_areas(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]:
     """Return the number of visible (query, key) pairs of each rank's keys."""
+    if isinstance(mask, Causal | SlidingWindow) and getattr(mask, "causal", True):
+        # From the end of the sequence, keys are seen by as many queries as queries see keys from its beginning.
+        runs = [[run.mirrored(length) for run in layout.keys.runs(rank)] for rank in range(layout.size)]
+        return tuple(sum(_run_area(mask, length, run) for run in of_rank) for of_rank in runs)
     key_length, seen = mask.key_length(length), seen_counts(mask, length)
     return tuple(int(seen[real_positions(layout.keys, rank, key_length)].sum()) for rank in range(layout.size))
 
@@ -384,6 +393,8 @@ def most_keys(mask: Mask, length: int) -> int:
     """Return the maximum over queries of the number of keys from the first to the last visible one of a level."""
     if isinstance(mask, Causal | Full):
         return length
+    if isinstance(mask, SlidingWindow) and mask.causal:
+        return min(mask.tokens, length)
     rows = (level.rows(np.arange(length), length) for level in mask.levels)
     return max(int((stop - start).max()) for start, stop in rows)
 

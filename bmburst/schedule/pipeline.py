@@ -250,6 +250,17 @@ def require_stages(stages: int, layers: int) -> None:
         )
 
 
+def default_batch(stages: int, micro_batch: int, data: int = 1) -> int:
+    """Return the sequences of a step that is given no batch: a micro-batch for each stage of each data parallel group.
+
+    Args:
+        stages: Number of stages.
+        micro_batch: Sequences of a micro-batch.
+        data: Data parallel degree.
+    """
+    return stages * data * micro_batch
+
+
 def require_micro_batches(stages: int, count: int) -> None:
     """Raise UserError unless a step has a micro-batch for each stage."""
     if count < stages:

@@ -19,7 +19,7 @@ from bmburst.mesh import Mesh
 from bmburst.outputs import blank_picture, save_picture
 from bmburst.sequence import SequenceShard
 from bmburst.train.evaluate import LossByPosition, PositionBin, draw_bins
-from bmburst.train.loading import LocalBatch, token_losses
+from bmburst.train.loading import LocalBatch, evaluated_part, token_losses
 from bmburst_ops import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def measure_context(
     )
     with torch.no_grad():
         for batch in batches:
-            part = LocalBatch.read(cut, batch).to(device)
+            part = evaluated_part(model, cut, batch).to(device)
             own: Callable[..., Tensor] = model.tensor.own
             losses, labels = token_losses(model, part, per_token=True), own(part.labels, IGNORE_INDEX)
             positions.add(losses, own(part.ids[2]), labels)

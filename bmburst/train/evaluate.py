@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,17 +16,8 @@ from bmburst.amounts import short
 from bmburst.blocks.dtypes import dtype_of
 from bmburst.checkpoint.files import STATE_FILE, note_bytes, own_tokenizer, verified, verified_together, warn
 from bmburst.checkpoint.sharded_files import require_same
-from bmburst.data import (
-    TokenFile,
-    evaluation_batches,
-    find_corpus,
-    has_tokens,
-    open_corpus,
-    require_cache,
-    unused_names,
-)
+from bmburst.data import TokenFile, evaluation_batches, find_corpus, open_corpus, require_cache, unused_names
 from bmburst.data.batches import Sequences
-from bmburst.data.documents import check_arrays
 from bmburst.data.mixture import MixedFiles, Source, mixed, shares_of, sources_of
 from bmburst.data.whole_documents import pack_sequences
 from bmburst.errors import UserError, hub_fix, not_a_number
@@ -44,6 +35,16 @@ if TYPE_CHECKING:
     from bmburst.checkpoint.adapter import Adapter
 
 FORMAT = "bmburst-loss-by-position-1"
+
+
+class EvaluatedModel(NamedTuple):
+    """A model as `check_inputs` finds it, before its weights are read."""
+
+    directory: Path
+    """Directory with the weights, verified if it is a checkpoint."""
+    tokenizer: str | None
+    """Name of the text's tokenizer; None: the default of the text."""
+    config: "LlamaConfig"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,8 +150,15 @@ def draw_bins(axes: Any, bins: Sequence[PositionBin], label: str, title: str) ->
     axes.grid(alpha=0.3)
 
 
-def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionBin]]:
+def evaluate_checkpoint(
+    config: EvalConfig, checked: EvaluatedModel | None = None
+) -> tuple[Measurement, list[PositionBin]]:
     """Evaluate a checkpoint: the work of `bmburst eval`. Every rank calls it; all ranks share each sequence.
+
+    Args:
+        config: The evaluation.
+        checked: What `check_inputs` has returned for it, on the first host. None: every rank reads the model's
+            configuration and the headers of its weights itself, and rank 0 names what it does not read of the data.
 
     Returns:
         The measurement, and the loss by position, which is empty without `config.by_position`.
@@ -166,8 +174,9 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     mesh = Mesh.over_bmtrain(data=1)
     given = verified_together(config.checkpoint)
     tuned = find_adapter(config, given, verified_together)
-    directory, tokenizer, shape = read_model(config, given, tuned)
-    corpus = _open(config, tokenizer, say_left_out if runtime.rank == 0 else lambda _: None)
+    directory, tokenizer, shape = checked or read_model(config, given, tuned)
+    says = runtime.rank == 0 and checked is None
+    corpus = _open(config, tokenizer, say_left_out if says else lambda _: None)
     for file in corpus.files:
         require_same(f"data {config.data}", partial(_verified, file, is_main=runtime.rank == 0))
     corpus.require_vocab(shape.vocab_size, config.data)
@@ -221,54 +230,55 @@ def _note_length(longest: int, most: int) -> None:
         )
 
 
-def check_inputs(config: EvalConfig) -> Path:
+def check_inputs(config: EvalConfig) -> EvaluatedModel:
     """Check the inputs of an evaluation before ranks start: the model, the tokenizer, the text and the token cache.
 
+    Text that the cache has not is tokenized into it, and what is not read of the data is named.
+
     Returns:
-        The directory with the weights, verified if it is a checkpoint.
+        The model, for `evaluate_checkpoint`.
 
     Raises:
         UserError: `read_model` rejects the checkpoint, there is no such tokenizer, the cache is not writable, a source
-            cannot be read or contains preference pairs, or settings of records are given and there are none.
+            cannot be read, contains preference pairs or has tokens that the model has not, or settings of records are
+            given and there are none.
     """
     given = verified(config.checkpoint, warn)
     tuned = find_adapter(config, given, partial(verified, say=warn))
-    directory, tokenizer, _ = read_model(config, given, tuned)
+    model = read_model(config, given, tuned)
+    directory, tokenizer, _ = model
     has_records, uses_names, is_new = False, False, False
     for source in sources_of(config.data):
         text = find_corpus(source.path, tokenizer, form=source.form(config), chat_template=config.chat_template)
         uses_names = uses_names or not unused_names(text, source.form(config))
-        if isinstance(text, TokenFile):
-            _require_text(source, text)
-        else:
+        if not isinstance(text, TokenFile):
             is_new = True
             has_records = has_records or text.encoder is not None
             require_cache("XDG_CACHE_HOME", user_cache(), text)
-            if text.encoder is not None:  # tokenize records now, so that an invalid line is found before ranks start
-                _open_one(source, tokenizer, config)
-            elif not has_tokens(user_cache(), text):
-                check_arrays(text.files)
     if not uses_names or (not has_records and config.chat_template is not None):
         raise UserError(
             f"data {config.data} has no such rows to tokenize, and a chat template or names of columns, fields or "
             "roles are given\nallowed: JSONL of messages, of prompt and completion, or of text\n"
             "fix: leave them out, or correct --data"
         )
+    _open(config, tokenizer, say_left_out, progress=True).require_vocab(model.config.vocab_size, config.data)
     if tokenizer is None and is_new:
         note_bytes(directory, "--tokenizer")
-    return directory
+    return model
 
 
 def _open_one(
-    source: Source, tokenizer: str | None, config: EvalConfig, say: Callable[[str], object] = lambda _: None
+    source: Source, tokenizer: str | None, config: EvalConfig, say: Callable[[str], object], *, progress: bool
 ) -> TokenFile:
     file = open_corpus(
-        source.path, tokenizer, user_cache(), form=source.form(config), chat_template=config.chat_template, on_skip=say
+        source.path,
+        tokenizer,
+        user_cache(),
+        form=source.form(config),
+        chat_template=config.chat_template,
+        progress=progress,
+        on_skip=say,
     )
-    return _require_text(source, file)
-
-
-def _require_text(source: Source, file: TokenFile) -> TokenFile:
     if file.pairs:
         raise UserError(
             f"data {source.path}: holds preference pairs, whose rejected answers are no text to predict\n"
@@ -278,19 +288,22 @@ def _require_text(source: Source, file: TokenFile) -> TokenFile:
     return file
 
 
-def _open(config: EvalConfig, tokenizer: str | None, say: Callable[[str], object]) -> MixedFiles:
+def _open(
+    config: EvalConfig, tokenizer: str | None, say: Callable[[str], object], *, progress: bool = False
+) -> MixedFiles:
     """Return the token files of all sources; tokenize those that are not cached.
 
     Args:
         config: The evaluation.
         tokenizer: Name of the text's tokenizer.
         say: Called with a line about each file, or kinds of files, of a folder that is left out.
+        progress: Whether to show a progress bar while text is tokenized.
 
     Raises:
         UserError: A source cannot be read or contains preference pairs, or the sources have different tokenizers.
     """
     sources = sources_of(config.data)
-    files = tuple(_open_one(source, tokenizer, config, say) for source in sources)
+    files = tuple(_open_one(source, tokenizer, config, say, progress=progress) for source in sources)
     return MixedFiles(files, shares_of(sources, files))
 
 
@@ -319,10 +332,8 @@ def _verified(file: TokenFile, *, is_main: bool) -> str:
     return file.fingerprint
 
 
-def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> "tuple[Path, str | None, LlamaConfig]":
-    """Return the directory with the weights, the name of the text's tokenizer, and the model's configuration.
-
-    A tokenizer of None is the default of the text.
+def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> EvaluatedModel:
+    """Return the model of an evaluation.
 
     Args:
         config: The evaluation.
@@ -355,7 +366,7 @@ def read_model(config: EvalConfig, directory: Path, tuned: "Adapter | None") -> 
         tuned.require_shapes(adapter.adapter_shapes(tuned.lora, hugging_face.expected_shapes(shape)))
         tuned.require_base(base_model.Base.open(directory, shape))
     shape.require_packing(config.pack)
-    return directory, tokenizer, shape
+    return EvaluatedModel(directory, tokenizer, shape)
 
 
 def user_cache() -> Path:

@@ -22,7 +22,7 @@ from bmburst_ops.dropout import keys as dropout_keys
 if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig
     from bmburst.blocks.model import Llama
-    from bmburst.data.batches import Sequences
+    from bmburst.data.batches import Samples, Sequences
 
 
 def causal_cut(mesh: Mesh, length: int, layout: str) -> SequenceShard:
@@ -140,6 +140,26 @@ class LocalBatch:
             numbers = None if self.numbers is None else self.numbers[rows]
             masks = self.masks and self.masks[rows]
             yield replace(self, ids=self.ids[:, rows], masks=masks, weights=weights, numbers=numbers)
+
+
+def evaluated_part(model: "Llama", cut: SequenceShard, samples: "Samples") -> LocalBatch:
+    """Return this rank's part of samples of an evaluation, on the CPU.
+
+    Under dynamic scaling the rotary embedding depends on the length of a sequence. A last sample with fewer tokens than
+    the others is then split over the ranks without padding: only tokens that make one a rank are added.
+
+    Args:
+        model: The model.
+        cut: This rank's shard of a sequence.
+        samples: The samples of a data rank, of one length.
+    """
+    scaling = model.config.rope_scaling
+    if scaling is not None and scaling.kind == "dynamic":
+        own = max((samples.sequences.labels_in(row) for row in samples.rows if row is not None), default=cut.length)
+        if own < cut.length:
+            size, layout = cut.layout.size, cut.layout.name
+            cut = SequenceShard.cut(max(own, size), layout=layout, size=size, rank=cut.rank, mask="causal")
+    return LocalBatch.read(cut, samples)
 
 
 def _weights(cut: SequenceShard, samples: Any, masks: Sequence[Documents | Tree | None]) -> Tensor:

@@ -19,7 +19,7 @@ from bmburst.schedule.documents import Documents
 from bmburst.schedule.tree import Tree
 from bmburst.sequence import SequenceShard
 from bmburst.train.config import TrainConfig
-from bmburst.train.loading import LocalBatch, token_losses
+from bmburst.train.loading import LocalBatch, evaluated_part, token_losses
 from bmburst.train.pipelined import stage_loss
 from bmburst_ops import IGNORE_INDEX
 
@@ -72,7 +72,7 @@ def measure(
     tokens = text_bytes = 0
     with torch.no_grad():
         for batch in batches:
-            part = LocalBatch.read(cut, batch).to(device)
+            part = evaluated_part(model, cut, batch).to(device)
             if mesh.shape.pipe > 1:
                 losses = stage_loss(model, part)
             else:

@@ -24,6 +24,7 @@ from bmburst.config import (
 )
 from bmburst.errors import UserError, hub_fix
 from bmburst.record_format import RecordFormat
+from bmburst.schedule.pipeline import default_batch
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import require_wandb
 from bmburst.train.sections import STANDARD_LIBRARY
@@ -377,8 +378,8 @@ def _set_default_of_stages(given: dict[str, Any]) -> None:
     """Set the default batch of a pipeline: a micro-batch for each stage, without which stages only wait."""
     parallel = given.get("parallel") or {}
     if (stages := parallel.get("pipeline_parallel", 1)) > 1:
-        one = parallel.get("data_parallel", 1) * given.get("micro_batch_size", 1)
-        given.setdefault("batch_size", stages * one)
+        sizes = given.get("micro_batch_size", 1), parallel.get("data_parallel", 1)
+        given.setdefault("batch_size", default_batch(stages, *sizes))
 
 
 def set_defaults_of_data(given: dict[str, Any]) -> None:

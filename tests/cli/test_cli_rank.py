@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from bmburst.blocks.presets import PRESETS
-from bmburst.checkpoint.hugging_face import expected_shapes
+from bmburst.checkpoint.hugging_face import expected_shapes, read_config
 from bmburst.cli import main
 from bmburst.cli.train import run_rank
 from bmburst.config import to_dict
@@ -20,6 +20,7 @@ from bmburst.data import open_corpus
 from bmburst.errors import UserError
 from bmburst.launch.launcher import LaunchSpec
 from bmburst.train.config import EvalConfig
+from bmburst.train.evaluate import EvaluatedModel
 from bmburst.train.resolve import resolve
 from tests import tiny
 from tests.cli.commands import checkpoint, refused, started
@@ -151,7 +152,9 @@ def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, eva
     seen = []
     module = types.ModuleType("bmburst.train.evaluate")
     measured = types.SimpleNamespace(loss=1.0, bits_per_byte=1.4427, perplexity=2.7183, tokens=4096)
-    module.evaluate_checkpoint = lambda config: (seen.append(config) or measured, [])
+    model = EvaluatedModel(Path(evaluation[2]), "bytes", read_config(evaluation[2]))
+    module.EvaluatedModel = EvaluatedModel
+    module.evaluate_checkpoint = lambda *given: (seen.append(given) or measured, [])
     monkeypatch.setitem(sys.modules, "bmburst.train.evaluate", module)
     printed = []
     for rank in range(2):
@@ -159,7 +162,7 @@ def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, eva
         assert launches.run_rank() == 0
         printed.append(capsys.readouterr().out)
     options = {"checkpoint": Path(evaluation[2]), "data": "held.txt", "tokenizer": "bytes", "sequence_length": 64}
-    assert seen == [EvalConfig(**options, max_sequences=5, nproc=2)] * 2
+    assert seen == [(EvalConfig(**options, max_sequences=5, nproc=2), model)] * 2
     assert [line.split() for line in printed[0].splitlines()] == [
         ["loss", "1.0000", "nats", "per", "token"],
         ["bits", "per", "byte", "1.4427"],

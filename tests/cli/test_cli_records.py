@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from bmburst.cli import CommandParser, main
 from bmburst.cli.eval import configure, resolve_options
@@ -126,14 +127,20 @@ def test_the_length_filter_and_its_report(here, capsys):
 
 
 @pytest.mark.usefixtures("no_ranks")
-def test_preference_pairs_are_not_evaluated(here, capfd):
-    """Records, and tokens that were built ahead."""
+def test_data_of_no_evaluation_are_refused_before_ranks_start(here, capfd):
+    """Preference pairs, as records and as tokens that were built ahead; and tokens that the model has not."""
     (here / "pairs.jsonl").write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n")
     assert main(["data", "--input", "pairs.jsonl", "--tokenizer", "model", "--output", "pairs.tokens"]) == 0
     capfd.readouterr()
     for data in ("pairs.jsonl", "pairs.tokens"):
         given = ["eval", "--checkpoint", "model", "--data", data, "--tokenizer", "model", "--nproc", "2"]
         says(refused(capfd, *given), data, "preference pairs", "--dpo.beta")
+    Tokenizer(models.WordLevel({"fox": 5000, "</s>": 1}, unk_token="fox")).save(str(here / "words.json"))
+    (here / "text.md").write_text("the quick brown fox")
+    chat.write(here / "rows.jsonl", {"text": "the quick brown fox"})
+    for data in ("text.md", "rows.jsonl", "text.md"):  # the last time its tokens are in the cache
+        given = ["eval", "--checkpoint", "model", "--data", data, "--tokenizer", "words.json", "--nproc", "2"]
+        says(refused(capfd, *given), f"'{data}' has token id 5000", f"vocab_size is {chat.VOCAB}", "fix: ")
 
 
 def test_evaluation_counts_answers_alone(here, capfd):

@@ -62,12 +62,12 @@ def test_equals_trl(size: int, names: list[str], tmp_path: Path) -> None:
 
 
 def test_equals_trl_on_two_ranks(tmp_path: Path) -> None:
-    _check(tmp_path, 2, ["grpo", "experts", "fsdp2", "adapters", "generation", "shared"])
+    _check(tmp_path, 2, ["grpo", "experts", "fsdp2", "sharded adapters", "generation", "shared"])
 
 
 @pytest.mark.long
 def test_equals_trl_in_its_other_losses(tmp_path: Path) -> None:
-    _check(tmp_path, 2, ["dr_grpo", "luspo", "sapo", "cispo", "vespo", "vllm"])
+    _check(tmp_path, 2, ["adapters", "dr_grpo", "luspo", "sapo", "cispo", "vespo", "vllm"])
 
 
 @pytest.mark.long

@@ -47,6 +47,7 @@ GRPO: Mapping[str, dict[str, Any]] = MappingProxyType(
         "vespo": {"loss_type": "vespo", "num_iterations": 2},
         "vllm": {"beta": 0.05},
         "fsdp2": {"beta": 0.1, "gradient_accumulation_steps": 2},
+        "sharded adapters": {"beta": 0.1, "gradient_accumulation_steps": 2, "learning_rate": 3.0},
         "adapters": {"beta": 0.1, "gradient_accumulation_steps": 2, "learning_rate": 3.0},
         "generation": {"max_completion_length": 9, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
         "tools": {"max_completion_length": 220, "beta": 0.1, "gradient_accumulation_steps": 2},
@@ -171,7 +172,7 @@ def trainer(root: Path, name: str, split: SplitSequences | None, **options: Any)
         "eval_dataset": Dataset.from_list(rows[:3]),
         "processing_class": tokenizer(),
     }
-    if name == "adapters":
+    if name.endswith("adapters"):
         made["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
     if not is_rloo and name not in ("generation", "vllm"):
         made["rollout_func"] = drawn
@@ -191,7 +192,7 @@ def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, An
         made.use_vllm, made.vllm_generation, made._last_loaded_step = True, Sampler(made), -1
     if name in tools.KINDS:
         made.model.generate = tools.Answers(made, name)
-    if name == "fsdp2" and split is not None:
+    if name in ("fsdp2", "sharded adapters") and split is not None:
         shard(made)
     tokens: list[int] = []
     made.model.get_output_embeddings().register_forward_hook(

@@ -9,7 +9,7 @@ import pytest
 
 from bmburst.blocks.config import LoRAConfig
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli import main
+from bmburst.cli.program import NOTHING_FITS, main
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import causal_pairs
 from bmburst.plan.longest import STEP, longest, where_bytes_lie
@@ -20,7 +20,7 @@ from bmburst.schedule.hardware import load_hardware
 from bmburst.train.clock import FlopsMeter
 from bmburst.train.machine import planned
 from tests.plan.test_plan import read
-from tests.refusals import refused, says
+from tests.refusals import says
 
 GIB = 2**30
 LORA = LoRAConfig(rank=16)
@@ -172,8 +172,10 @@ def test_a_base_in_4_bits_needs_no_host_memory():
 
 def test_host_memory_decides_where_the_optimizer_lies(capsys):
     def best(words):
-        assert main(f"plan --json --preset llama-3-8b {words}".split()) == 0
-        return json.loads(capsys.readouterr().out)["ways"][0]
+        status = main(f"plan --json --preset llama-3-8b {words}".split())
+        (first, *_) = json.loads(capsys.readouterr().out)["ways"]
+        assert status == (0 if first["memory"]["fits"] else NOTHING_FITS)
+        return first
 
     long, short = "--sequence-length 128K --nproc 1 --hardware h100", "--sequence-length 32K --nproc 8"
     found = {host: best(f"{long} --host-memory {host}") for host in ("64G", "128G", "1T")} | {None: best(long)}
@@ -258,7 +260,6 @@ REFUSALS = {
     ),
     "--longest --preset llama-3-8b --host-memory 0": "host_memory | '0' | above 0 | 128G",
     "--longest --preset llama-3-8b --host-memory much": "host_memory | 'much' | 128G",
-    "--longest --preset llama-3-70b --nproc 1 --hardware h100 --host-memory 16G": "NVIDIA H100 | more of host memory",
     "--longest --generate --preset llama-3-8b": "--longest | --generate",
     "--longest --calibrate": "--longest | --calibrate",
     "--longest --preset llama-3-8b --output plan.png": "--longest | --output",
@@ -291,6 +292,7 @@ def test_train_refuses_host_memory_before_ranks_start(capsys, monkeypatch, tmp_p
         says(capsys.readouterr().err.strip(), f"host_memory | {value} | 128G")
 
 
-def test_nothing_fits_anywhere():
-    with refused("llama-3-8b", "fix: "):
-        longest(task(1), replace(MACHINES["h100"], host_memory=GIB))
+def test_nothing_fits_anywhere(capsys):
+    asked = "--longest --preset llama-3-70b --nproc 1 --hardware h100 --host-memory 16G"
+    assert main(["plan", *asked.split()]) == NOTHING_FITS
+    says(capsys.readouterr().err.strip(), "llama-3-70b", "at any length", "NVIDIA H100", "fix: ", "more of host memory")

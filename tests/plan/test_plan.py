@@ -11,6 +11,7 @@ import pytest
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import CommandParser, main
 from bmburst.cli import training as train_command
+from bmburst.cli.program import NOTHING_FITS
 from bmburst.config import given_options
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.counts import attention_flops
@@ -24,7 +25,9 @@ from bmburst.schedule.hardware import load_hardware, shipped
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.parallelism import MeshShape
 from bmburst.train.config import TrainConfig
+from bmburst.train.machine import planned
 from bmburst.train.resolve import resolve
+from tests.pairs import long
 from tests.refusals import refused, says
 
 H200 = load_hardware("h200")
@@ -311,8 +314,22 @@ def test_many_gpus_are_answered(gpus, nodes, capsys):
         assert "--sequence-length 1048576 " in each["command"]
 
 
+@pytest.mark.parametrize("words", ["--preset qwen3-8b --lora.rank 16", *long("--longest")])
+def test_each_command_is_that_of_its_line(words, capsys):
+    """A ring of rings between exchanges of heads has no name: a command gets what "auto" selects for the degree."""
+    where = "--nproc 8 --nodes 2 --hardware a800 --json"
+    length = "--sequence-length 32K --ways 99" if "--longest" not in words else "--preset llama-3-8b"
+    assert plan(*f"{words} {where} {length}".split()) == 0
+    found, hardware = json.loads(capsys.readouterr().out), load_hardware("a800")
+    for each in found.get("ways") or found["longest"]:
+        asked = shlex.split(each["command"])
+        words = [word for word in asked[asked.index("train") + 1 : asked.index("--output")] if word != "DIR"]
+        taken = planned(read(words), 16, 2, hardware)
+        assert step_time(taken, hardware).total == pytest.approx(each["seconds"], rel=1e-9), each["command"]
+
+
 def test_nothing_that_fits_is_said(capsys):
-    assert plan("--preset", "llama-2-13b", "--sequence-length", "4194304", "--nproc", "1") == 0
+    assert plan("--preset", "llama-2-13b", "--sequence-length", "4194304", "--nproc", "1") == NOTHING_FITS
     printed = capsys.readouterr().out
     assert "No configuration fits" in printed.splitlines()[0]
     assert "inputs to host" in printed.splitlines()[5], "the first is nearest to fitting, not the fastest"
@@ -338,6 +355,12 @@ REFUSALS = {
     "--preset llama-3-8b --sequence-length 4096 --tensor-parallel 3": "--tensor-parallel 3",
     "--preset llama-3-8b --sequence-length 4096 --tensor-parallel x": "whole numbers",
     "--preset llama-3-8b --sequence-length 4096 --batch-size 3 --micro-batch-size 2": "3 | 2",
+    "--preset llama-3-8b --sequence-length 4096 --nproc 3 --pipeline-parallel 2,4": (
+        "--pipeline-parallel 2,4 | 3 GPUs | fix: --pipeline-parallel 1"
+    ),
+    "--preset llama-3-8b --sequence-length 4096 --nproc 8 --pipeline-parallel 3,4 --batch-size 2": (
+        "--pipeline-parallel 3,4 | fix: --pipeline-parallel 1, or --batch-size 4"
+    ),
     "--preset llama-3-8b --sequence-length 4096 --output gone/plan.png": (
         "--output gone/plan.png | no such folder | fix: "
     ),

@@ -9,6 +9,7 @@ from bmburst.amounts import GIB
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import CommandParser, main
 from bmburst.cli import generate as generate_command
+from bmburst.cli.program import NOTHING_FITS
 from bmburst.plan.inference import (
     GenerationTask,
     InferenceMemory,
@@ -147,7 +148,7 @@ def test_the_report_prints_the_way_and_a_command_that_generate_takes(capsys):
     assert (args.nproc, args.max_new_tokens, args.cache, args.dtype) == (2, 32, "heads", "bfloat16")
     assert plan("--preset", "llama-3-8b", "--sequence-length", "1M", "--nproc", "3") == 0
     says(capsys.readouterr().out, "cache by tokens", "--cache tokens", lines=20)
-    assert plan("--preset", "llama-2-7b", "--sequence-length", "1M", "--nproc", "1") == 0
+    assert plan("--preset", "llama-2-7b", "--sequence-length", "1M", "--nproc", "1") == NOTHING_FITS
     text = capsys.readouterr().out
     says(text, "does not fit", "more GPUs", lines=20)
     assert "bmburst generate" not in text

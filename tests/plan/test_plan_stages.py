@@ -14,7 +14,7 @@ from bmburst.plan.counts import CURRENT
 from bmburst.plan.memory import memory_of
 from bmburst.plan.moments import StepMoments
 from bmburst.plan.search import predict, search
-from bmburst.plan.stages import kept_by_stage, send_seconds, splitting_layers, stage_of
+from bmburst.plan.stages import kept_by_stage, send_seconds, splitting_layers
 from bmburst.plan.step import step_time
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.pipeline import Compute, PassTimes, PipelineSchedule
@@ -89,7 +89,7 @@ def test_gradients_of_micro_batches_are_added_up(pipe: int, zero: int) -> None:
     """Each but the first: read the sum and the gradient, and write; whole gradients in a pipeline with ZeRO 2."""
     one, four = (_even(_way(pipe=pipe, batch=count, zero=zero)) for count in (pipe, 4 * pipe))
     seconds = [step_time(each, H200).elementwise for each in (one, four)]
-    task = stage_of(four, 0).task if pipe > 1 else four.task
+    task = four.stages[0].task if pipe > 1 else four.task
     held = task.trained if (pipe, zero) == (2, 2) else task.trained / task.gpus
     # `one` has as many micro-batches as stages, `four` has 4 times as many: 4 (p - 1) and 4 p - 1 sums.
     added = (4 * pipe - 1) - 4 * (pipe - 1)
@@ -112,7 +112,7 @@ def test_stage_that_splits_holds_inputs_and_gradients_of_its_matrices() -> None:
     model, rows = way.task.model, way.rows
     inputs = 3 * model.hidden_size + model.intermediate_size
     outputs = 2 * model.hidden_size + 2 * 1024 + 2 * model.intermediate_size + model.hidden_size
-    moments = StepMoments(stage_of(way, 1), CURRENT)
+    moments = StepMoments(way.stages[1], CURRENT)
     assert moments.left_for_later() == 2 * rows * (inputs + outputs)
     alone = kept_by_stage(dataclasses.replace(way, recompute="block"), 1, moments)["micro-batches in flight"]
     assert alone == rows * model.hidden_size * 2  # the stream that it received
@@ -175,7 +175,7 @@ def test_command_of_a_pipeline_is_one_of_bmburst_train(capsys: pytest.CaptureFix
     ("options", "words"),
     [
         ("--nproc 4 --batch-size 8 --pipeline-parallel 3", "--pipeline-parallel 3 | 4 GPUs | divisors"),
-        ("--nproc 4 --batch-size 1 --pipeline-parallel 2", "--pipeline-parallel 2 | --batch-size 1 | larger"),
+        ("--nproc 4 --batch-size 1 --pipeline-parallel 2", "--pipeline-parallel 2 | --batch-size 1 | --batch-size 2"),
         ("--nproc 4 --batch-size 8 --pipeline-parallel 2 --recompute block+offload", "2 stages | --recompute block"),
         ("--nproc 4 --batch-size 8 --pipeline-parallel two", "--pipeline-parallel | two"),
     ],

@@ -6,7 +6,7 @@ import pytest
 
 from bmburst.amounts import GIB
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli.program import main
+from bmburst.cli.program import NOTHING_FITS, main
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import adam_bytes
 from bmburst.plan.memory import memory_of
@@ -28,7 +28,7 @@ def fits(asked, host):
 
 def test_70b_fits_4_gpus_with_bf16_moments_and_says_so(capsys):
     words = ["plan", *LARGE, "--sequence-length", "32K", "--host-memory", "512G"]
-    assert main(words) == 0
+    assert main(words) == NOTHING_FITS
     first, *rest = capsys.readouterr().out.splitlines()
     says(first, "No configuration fits", "364 GiB more of host memory", "--optimizer.state bfloat16")
     assert not any("best:" in line or line.startswith("bmburst train") for line in rest)
@@ -59,19 +59,19 @@ def test_bytes_of_a_state(dtype):
 
 def test_what_would_make_it_fit_is_named_by_every_refusal(capsys, tmp_path):
     words = ["plan", *LARGE, "--sequence-length", "32K", "--host-memory", "330G"]
-    assert main([*words, "--write", str(tmp_path / "recipe.yaml"), "--optimizer.offload"]) == 2
+    assert main([*words, "--write", str(tmp_path / "recipe.yaml"), "--optimizer.offload"]) == NOTHING_FITS
     says(capsys.readouterr().err, "--write", "GiB more of host memory", "--optimizer.state 8bit")
     from bmburst.plan.longest import longest
 
     with refused("llama-3-70b", "at any length", "GiB more of host memory", "--optimizer.state 8bit"):
         longest(task(4096, "float32"), replace(H200, host_memory=330 * GIB), tensor=[1], recompute=["block"])
     small = ["plan", *LARGE[:2], "--nproc", "1", "--sequence-length", "32K", "--host-memory", "64G", "--ways", "1"]
-    assert main(small) == 0
+    assert main([*small, "--json"]) == main(small) == NOTHING_FITS
     first = capsys.readouterr().out.splitlines()
     says(next(line for line in first if "No configuration" in line), "needs", "GiB more of host memory")
     assert main(["plan", *LARGE[:2], "--sequence-length", "4K", "--optimizer.state", "int8"]) == 2
     says(capsys.readouterr().err, "state", "'int8'", "bfloat16", "8bit", "fix: ")
-    assert main(["plan", "--generate", *LARGE[:2], "--nproc", "1", "--sequence-length", "4M"]) == 0
+    assert main(["plan", "--generate", *LARGE[:2], "--nproc", "1", "--sequence-length", "4M"]) == NOTHING_FITS
     assert capsys.readouterr().out.startswith("It does not fit into memory")
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from bmburst.blocks.presets import PRESETS
-from bmburst.cli import main
+from bmburst.cli.program import NOTHING_FITS, main
 from bmburst.cli.recipe import FIRST_LINE, settings_of
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.ways import candidates
@@ -132,16 +132,15 @@ def test_what_cannot_be_written_or_read_is_refused(tmp_path, capsys):
         ([*good, "--write", str(tmp_path / "none" / "a.yaml")], "--write | no such folder | fix: "),
         (["--longest", *good[:2], "--nproc", "1", "--write", "a.yaml"], "--longest | --write | fix: "),
         (["--generate", *good, "--write", "a.yaml"], "--write | fix: "),
-        (
-            ["--preset", "llama-3-70b", "--sequence-length", "8M", "--nproc", "1", "--write", str(tmp_path / "b.yaml")],
-            "memory | fix: ",
-        ),
         (["--init-from", str(tmp_path / "empty"), *good[2:]], "init_from | no config.json | fix: "),
         (["--init-from", str(tmp_path / "none"), *good[2:]], "init_from | no such directory | fix: "),
         (["--init-from", str(tmp_path / "other"), *good[2:]], "model_type | gpt2 | fix: "),
     ):
         assert main(["plan", *words]) == 2, words
         says(capsys.readouterr().err.strip(), said)
+    large = ["--preset", "llama-3-70b", "--sequence-length", "8M", "--nproc", "1"]
+    assert main(["plan", *large, "--write", str(tmp_path / "b.yaml")]) == NOTHING_FITS
+    says(capsys.readouterr().err.strip(), "--write | memory | fix: ")
     assert (tmp_path / "mine.yaml").read_text() == "steps: 3\n" and not (tmp_path / "b.yaml").exists()
 
 

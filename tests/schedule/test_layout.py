@@ -83,6 +83,18 @@ def test_padding_is_a_suffix_and_as_short_as_it_can_be(name, size, extra):
         assert real_positions(layout, rank, length).tolist() == positions(layout, rank)[:real]
 
 
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
+def test_causal_areas_of_sequences_that_no_array_could_hold(name):
+    length, window = (1 << 45) + 1, 1 << 30
+    for mask, pairs in (
+        (Causal(), length * (length + 1) // 2),
+        (SlidingWindow(window), length * window - window * (window - 1) // 2),
+    ):
+        layout = padded_layout(name, 3, length)
+        areas = rank_areas(layout, length, mask), key_areas(layout, length, mask)
+        assert [sum(each) for each in areas] == [pairs, pairs] and most_keys(mask, length) in (length, window)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_rank_areas_are_what_ranks_see(seed):
     rng = random.Random(seed)

@@ -8,11 +8,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from bmburst.blocks.families import RopeScaling
 from bmburst.data import PackedSequences
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.inference.answering import generate
 from bmburst.train import evaluate
 from bmburst.train.config import EvalConfig
+from tests import tiny
 from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train import run_program as program
@@ -74,6 +76,49 @@ def test_a_sequence_longer_than_the_text_is_as_long_as_the_text(tmp_path):
         )
         assert measured == expected
         assert measured.tokens == len(text) + 1
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@on_program(3)
+def test_a_last_part_has_its_own_length_under_dynamic_scaling(layout, tmp_path):
+    """Of 101 tokens, sequences of 43 leave one of 15; the scaling begins at 8."""
+    from bmburst.checkpoint import hugging_face
+    from bmburst.data import PackedSequences, evaluation_batches, open_corpus
+    from bmburst.train import evaluate
+    from bmburst.train.config import EvalConfig
+
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path)
+    scaling = RopeScaling(kind="dynamic", factor=4.0)
+    model = tiny.config(vocab_size=tiny.BYTES, max_position_embeddings=8, rope_scaling=scaling)
+    saved = tiny.save(tmp_path / f"model-{os.environ['RANK']}", model)
+    source = tmp_path / "text.md"
+    source.write_text("the quick brown fox " * 5)
+    given = EvalConfig(checkpoint=saved, data=str(source), sequence_length=43, layout=layout, by_position=True)
+    read, calls = hugging_face.check_weights, []
+
+    def check_weights(*asked):
+        calls.append(asked)
+        return read(*asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hugging_face, "check_weights", check_weights)
+        measured, bins = evaluate.evaluate_checkpoint(given, evaluate.EvaluatedModel(saved, "bytes", model))
+    assert len(calls) == 1  # the headers of weights are read where the weights are
+
+    sequences = PackedSequences(open_corpus(str(source), "bytes", tmp_path), split="all", sequence_length=43)
+    sums, counts = [0.0] * 7, []
+    for batch in evaluation_batches(sequences):
+        ids, labels = (torch.from_numpy(each[0]) for each in batch.whole())
+        counts.append(int((labels >= 0).sum()))
+        reference = tiny.load(saved)  # each time anew: it keeps the frequencies of longer sequences
+        with torch.no_grad():
+            logits = reference(ids[None, : counts[-1]]).logits[0]
+        losses = torch.nn.functional.cross_entropy(logits, labels[: counts[-1]], reduction="none")
+        for position, loss in enumerate(losses.tolist()):
+            sums[position.bit_length()] += loss
+    assert counts == [43, 43, 15]
+    assert measured.tokens == sum(counts) and measured.loss == pytest.approx(sum(sums) / sum(counts), rel=1e-5)
+    assert [each.nats for each in bins] == pytest.approx(sums, rel=1e-5)
 
 
 @on_program(2)
