@@ -157,7 +157,10 @@ class SplitBatches(DecidesTogether):
         part = inputs.get(_PART)
         if isinstance(part, Part):
             steps = self._trainer.current_gradient_accumulation_steps
-            loss = self._part_loss(model, part, num_items_in_batch, steps)
+            valid = num_items_in_batch
+            if self._is_of_group and valid is not None:  # TRL's loss of a step without any label is 0
+                valid = valid.clamp(min=1)
+            loss = self._part_loss(model, part, valid, steps)
         else:
             loss = self._group_loss(model, inputs)
         return (loss, {}) if return_outputs else loss

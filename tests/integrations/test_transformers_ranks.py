@@ -96,7 +96,7 @@ def test_is_refused_on_all_ranks(case: str, as_on_gpus: bool) -> None:
 
 
 def test_a_model_that_one_rank_has_saved(tmp_path: Path) -> None:
-    """As a Trainer saves it. `save_pretrained` writes into its configuration, and the evaluation after it was refused."""
+    """As a Trainer saves it. That changes its configuration, and the evaluation behind it was refused."""
 
     def body(comm: CheckedCommunicator) -> None:
         model = _model().double()
