@@ -366,6 +366,17 @@ def _require_plain(trainer: Any) -> None:
             f"ddp_static_graph=True fails in torch with gradient_accumulation_steps={steps}: its first backward must "
             "average gradients\nallowed: gradient_accumulation_steps=1\nfix: leave it out"
         )
+    require_known_engine(trainer)
+
+
+def require_known_engine(trainer: Any) -> None:
+    """Check that DDP or FSDP2 averages the gradients of a Trainer, and that accelerate does not split its batches.
+
+    `accelerate launch` can ask for a split without an argument of the Trainer.
+
+    Raises:
+        UserError: Another engine would, or accelerate does.
+    """
     config = getattr(trainer.accelerator, "parallelism_config", None)
     # accelerate has sp_size from 1.12 on.
     sizes = {name: getattr(config, name, 1) for name in ("cp_size", "sp_size", "tp_size")}
@@ -375,15 +386,6 @@ def _require_plain(trainer: Any) -> None:
             f"parallelism_config would split batches or matrices a second time: {told}\n"
             "allowed: 1 each\nfix: leave them out; SplitSequences(mesh) splits the sequences"
         )
-    require_known_engine(trainer)
-
-
-def require_known_engine(trainer: Any) -> None:
-    """Check that DDP or FSDP2 averages the gradients of a Trainer.
-
-    Raises:
-        UserError: Another engine would.
-    """
     if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
         engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP version 1"
         raise UserError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, ParallelismConfig
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
@@ -189,6 +190,18 @@ def test_arguments_of_the_mixin(tmp_path: Path) -> None:
         _trainer(tmp_path, split=_split().mesh, model="folder that does not exist")
     with refused("share_prompts must be a bool | 'yes'"):
         _trainer(tmp_path, share_prompts="yes", model="folder that does not exist")
+
+
+def test_a_second_split_that_accelerate_launch_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs accelerate refuses it itself, so it is set behind accelerate's check."""
+
+    class Launched(GRPOTrainer):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            monkeypatch.setattr(Accelerator, "parallelism_config", ParallelismConfig(cp_size=2))
+
+    with refused("parallelism_config | cp_size=2 | second time | SplitSequences"):
+        _trainer(tmp_path, kind=type("Split", (SplitRows, Launched), {}))
 
 
 def test_rows_that_are_not_known(tmp_path: Path) -> None:
