@@ -230,6 +230,20 @@ def test_rotary_tables_that_depend_on_the_padding_of_trl(tmp_path: Path, share_p
         assert logps(model, ids[:, 4:], mask[:, 4:], 2)[0].shape == (2, 2)
 
 
+def test_log_probabilities_have_the_dtype_of_trl(tmp_path: Path) -> None:
+    """Of fp64 weights they were fp64. A rank whose completions were all masked gathered fp32, and processes aborted."""
+    trainer = _trainer(tmp_path, model=tiny.transformers_model(attention="bmburst").double())
+    ids = torch.tensor([[3, 4, 5, 6]])
+    ours = trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids.sign(), 2, compute_entropy=True)
+    trainer.model.set_attn_implementation("sdpa")
+    theirs = GRPOTrainer._get_per_token_logps_and_entropies(
+        trainer, trainer.model, ids, ids.sign(), 2, compute_entropy=True
+    )
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(mine, other)  # which compares dtypes, too
+        assert other.dtype == torch.float32
+
+
 def test_rows_of_one_rank_come_back_as_they_are() -> None:
     rows = {
         "prompt_mask": torch.ones(2, 3, dtype=torch.int32),
