@@ -221,6 +221,8 @@ class SplitRows(DecidesTogether):
             share = router_share(model, shares)
             (total,) = comm.all_reduce(share.detach()).wait()
             of_router = _Shown.apply(share, total)  # type: ignore[no-untyped-call]
+        # As TRL's, also of fp64 weights: it gathers what it computes of them with values of its own in fp32.
+        logps, entropies = logps.float(), None if entropies is None else entropies.float()
         none: list[Tensor | None] = [None] * len(rows)
         return list(zip(placed(logps), none if entropies is None else placed(entropies), strict=True)), of_router
 

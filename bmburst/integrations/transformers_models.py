@@ -44,6 +44,8 @@ _ATTENTION = frozenset({"attention", "chunked_attention", "full_attention", "sli
 _RELEASE = f"{READ}, or another model"
 _DRAWS = ("dropout", "jitter", "pdrop")
 """Parts of the names of rates above 0 with which layers draw random numbers: for dropout, or as noise of a router."""
+_OF_CLASSIFIERS = ("classifier_", "summary_")
+"""How rates begin that only models for classification use; GPT-NeoX has one by default."""
 _COUNTS_TOKENS = frozenset({"opt"})
 """Types that count positions in the attention_mask, so that those of a sample begin behind its padding."""
 _TABLE, _MARK = "ATTENTION_CLASSES", "refuses_own_tables"
@@ -267,8 +269,12 @@ def _rates(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _rates(value)
-        elif isinstance(value, float) and value > 0 and any(part in key for part in _DRAWS):
+        elif isinstance(value, float) and value > 0 and _is_drawn(key):
             yield key, value
+
+
+def _is_drawn(key: str) -> bool:
+    return any(part in key for part in _DRAWS) and not key.startswith(_OF_CLASSIFIERS)
 
 
 def positions_of(model: nn.Module, positions: Tensor, before: Tensor | None) -> Tensor:

@@ -101,7 +101,7 @@ class SplitBatches(DecidesTogether):
         self._trainer: Any = self  # untyped access to the Trainer's attributes
         self._labels = torch.zeros(split.mesh.shape.data, dtype=torch.int64)
         """Labels of the last batch of each sequence group in an evaluation."""
-        self._without_labels = self._last = 0
+        self._without_labels = self._last = self._last_trained = 0
         self._is_of_group = kind == "SFTTrainer"
         """Whether an evaluation averages the mean losses of groups, as TRL; or counts the labels of all groups."""
         require_understood(self, [name for name, value in options.items() if value is not None])
@@ -115,6 +115,7 @@ class SplitBatches(DecidesTogether):
         seeded = reader.worker_init_fn
         if isinstance(seeded, partial) and seeded.func is seed_worker:  # what workers draw is part of the batch
             reader.worker_init_fn = partial(seeded, rank=self.split.mesh.data_rank)
+        self._last_trained = _last_samples(loader, self.split.mesh.shape.data)
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
@@ -157,7 +158,10 @@ class SplitBatches(DecidesTogether):
         part = inputs.get(_PART)
         if isinstance(part, Part):
             steps = self._trainer.current_gradient_accumulation_steps
-            loss = self._part_loss(model, part, num_items_in_batch, steps)
+            valid = num_items_in_batch
+            if self._is_of_group and valid is not None:  # TRL's loss of a step without any label is 0
+                valid = valid.clamp(min=1)
+            loss = self._part_loss(model, part, valid, steps)
         else:
             loss = self._group_loss(model, inputs)
         return (loss, {}) if return_outputs else loss
@@ -240,15 +244,15 @@ class SplitBatches(DecidesTogether):
         mesh, mode = self.split.mesh, "train" if self._trainer.model.training else "eval"
         (of_group,) = mesh.sequence.all_reduce(share.detach()).wait()
         (of_groups,) = mesh.data.all_gather(of_group).wait()
-        kept = self._kept(of_groups) if mode == "eval" else of_groups
+        kept = self._kept(of_groups, self._last if mode == "eval" else self._last_trained)
         self._trainer._metrics[mode]["aux_loss"].append(kept.mean().item())
         coefficient: float = self._trainer.router_aux_loss_coef
         return loss * scale + mesh.sequence.size * coefficient / steps * share
 
-    def _kept(self, gathered: Tensor) -> Tensor:
-        """Return what accelerate keeps of values of an evaluation: in its last batch, as many as there are samples."""
+    def _kept(self, gathered: Tensor, last: int) -> Tensor:
+        """Return what accelerate keeps of gathered values: in the last batch, as many as there are samples, `last`."""
         is_last = self._trainer.accelerator.gradient_state.end_of_dataloader
-        return gathered.flatten()[: self._last if is_last and self._last else None]
+        return gathered.flatten()[: last if is_last and last else None]
 
     def _gather_groups(self, losses: Tensor) -> Tensor:
         """Return the losses of all sequence groups, without those of samples that only fill the last batch.
@@ -259,8 +263,8 @@ class SplitBatches(DecidesTogether):
             return losses
         (gathered,) = self.split.mesh.data.all_gather(losses).wait()
         has_labels = (self._labels > 0).expand(len(losses), -1).T
-        counts = self._kept(has_labels if self._is_of_group else has_labels.any().expand_as(has_labels))
-        return self._kept(gathered)[counts]
+        counts = self._kept(has_labels if self._is_of_group else has_labels.any().expand_as(has_labels), self._last)
+        return self._kept(gathered, self._last)[counts]
 
 
 def require_split(split: object) -> None:
@@ -359,6 +363,17 @@ def _require_plain(trainer: Any) -> None:
             f"ddp_static_graph=True fails in torch with gradient_accumulation_steps={steps}: its first backward must "
             "average gradients\nallowed: gradient_accumulation_steps=1\nfix: leave it out"
         )
+    require_known_engine(trainer)
+
+
+def require_known_engine(trainer: Any) -> None:
+    """Check that DDP or FSDP2 averages the gradients of a Trainer, and that accelerate does not split its batches.
+
+    `accelerate launch` can ask for a split without an argument of the Trainer.
+
+    Raises:
+        UserError: Another engine would, or accelerate does.
+    """
     config = getattr(trainer.accelerator, "parallelism_config", None)
     # accelerate has sp_size from 1.12 on.
     sizes = {name: getattr(config, name, 1) for name in ("cp_size", "sp_size", "tp_size")}
@@ -368,11 +383,6 @@ def _require_plain(trainer: Any) -> None:
             f"parallelism_config would split batches or matrices a second time: {told}\n"
             "allowed: 1 each\nfix: leave them out; SplitSequences(mesh) splits the sequences"
         )
-    require_known_engine(trainer)
-
-
-def require_known_engine(trainer: Any) -> None:
-    """Raise UserError unless DDP or FSDP2 averages the gradients of a Trainer."""
     if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
         engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP version 1"
         raise UserError(

@@ -104,9 +104,16 @@ def require_one_configuration(model: nn.Module, comm: CheckedCommunicator) -> No
 
 
 def _configuration(model: nn.Module) -> dict[str, str]:
-    """Return the values of a model's configuration as text, without where it was read from."""
+    """Return the values of a model's configuration as text, without where it was read from.
+
+    `save_pretrained` writes the class and the dtype of a model into its configuration, and rank 0 alone saves. So these
+    two are those of the model itself.
+    """
     whole = outermost(model)
-    values: dict[str, Any] = {} if whole is None else whole.config.to_dict()
+    values: dict[str, Any] = {}
+    if whole is not None:
+        of_model = {"architectures": type(whole).__name__, "dtype": str(whole.dtype)}
+        values = whole.config.to_dict() | of_model
     return {name: _text(value) for name, value in sorted(values.items()) if not name.startswith("_")}
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.tiny_families import tiny_model
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import attention
 from bmburst.integrations.transformers_head import CHUNK
@@ -119,6 +120,20 @@ def test_attention_runs_once_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -
         gradients[policy] = model.model.layers[0].mlp.up_proj.weight.grad
     for policy, gradient in gradients.items():
         assert _relative(gradient, gradients["none"]) < 1e-6, policy
+
+
+def test_dropout_of_a_classifier_is_not_that_of_a_causal_lm() -> None:
+    """Its rate is in the configuration by default, and recomputation was refused."""
+    register()
+    part, gradients = SplitSequences(ALONE).part(torch.arange(14)[None]), []
+    for recomputes in (False, True):
+        model = tiny_model("gpt_neox", "bmburst").train()
+        model.config.classifier_dropout = 0.1
+        if recomputes:
+            recompute(model)
+        part.loss(model).backward()
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+    assert _relative(gradients[1], gradients[0]) < 1e-6
 
 
 def test_logits_may_be_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, ParallelismConfig
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
@@ -191,6 +192,18 @@ def test_arguments_of_the_mixin(tmp_path: Path) -> None:
         _trainer(tmp_path, share_prompts="yes", model="folder that does not exist")
 
 
+def test_a_second_split_that_accelerate_launch_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs accelerate refuses it itself, so it is set behind accelerate's check."""
+
+    class Launched(GRPOTrainer):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            monkeypatch.setattr(Accelerator, "parallelism_config", ParallelismConfig(cp_size=2))
+
+    with refused("parallelism_config | cp_size=2 | second time | SplitSequences"):
+        _trainer(tmp_path, kind=type("Split", (SplitRows, Launched), {}))
+
+
 def test_rows_that_are_not_known(tmp_path: Path) -> None:
     ones = torch.ones(2, 3, dtype=torch.int64)
     with refused("pixel_values | prompt_ids | fix: text | of a trainer of your own"):
@@ -215,6 +228,20 @@ def test_rotary_tables_that_depend_on_the_padding_of_trl(tmp_path: Path, share_p
         with refused(f"'{kind}' | tables | to 12 | at most 8 with their padding"):
             logps(model, ids, mask, 2)
         assert logps(model, ids[:, 4:], mask[:, 4:], 2)[0].shape == (2, 2)
+
+
+def test_log_probabilities_have_the_dtype_of_trl(tmp_path: Path) -> None:
+    """Of fp64 weights they were fp64. A rank whose completions were all masked gathered fp32, and processes aborted."""
+    trainer = _trainer(tmp_path, model=tiny.transformers_model(attention="bmburst").double())
+    ids = torch.tensor([[3, 4, 5, 6]])
+    ours = trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids.sign(), 2, compute_entropy=True)
+    trainer.model.set_attn_implementation("sdpa")
+    theirs = GRPOTrainer._get_per_token_logps_and_entropies(
+        trainer, trainer.model, ids, ids.sign(), 2, compute_entropy=True
+    )
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(mine, other)  # which compares dtypes, too
+        assert other.dtype == torch.float32
 
 
 def test_rows_of_one_rank_come_back_as_they_are() -> None:

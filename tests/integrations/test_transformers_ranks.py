@@ -4,6 +4,7 @@ Losses of the caller's own, as docs/hugging_face.md says, are those of one proce
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,10 @@ CASES: dict[str, tuple[Callable[[SplitSequences, Part, int], object], str]] = {
         "different configurations | layer_types of rank 1 | fix: the same config.json",
     ),
     "another rope": (lambda _, part, rank: part.loss(_theta(rank)), "rope_parameters of rank 1 | fix: "),
+    "another dtype": (
+        lambda _, part, rank: part.loss(_model().to((torch.float32, torch.float64)[rank])),
+        "dtype of rank 1",
+    ),
     "another base of adapters": (
         lambda _, part, rank: part.loss(_model(seed=rank).requires_grad_(False)),
         "different weights | embed_tokens.weight of rank 1 | fix: the same seed",
@@ -86,6 +91,18 @@ def test_is_refused_on_all_ranks(case: str, as_on_gpus: bool) -> None:
         part = split.part(IDS)
         with refused(words):
             call(split, part, comm.rank)
+
+    run_ranks(2, body)
+
+
+def test_a_model_that_one_rank_has_saved(tmp_path: Path) -> None:
+    """As a Trainer saves it. That changes its configuration, and the evaluation behind it was refused."""
+
+    def body(comm: CheckedCommunicator) -> None:
+        model = _model().double()
+        if comm.rank == 1:
+            model.save_pretrained(tmp_path)
+        SplitSequences(mesh_of(comm)).part(IDS).loss(model)
 
     run_ranks(2, body)
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from transformers import DataCollatorWithFlattening, Seq2SeqTrainer, Trainer, TrainingArguments
-from trl import DPOTrainer, GRPOTrainer
+from trl import DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 
 from bmburst import Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
@@ -21,6 +22,7 @@ from bmburst.integrations.transformers import SplitSequences, register
 from bmburst.integrations.transformers_trainer import SplitBatches, _require_plain, share_batches
 from tests import tiny
 from tests.distributed.threads import mesh_of, run_ranks
+from tests.integrations.transformers_grpo_program import tokenizer
 from tests.refusals import refusal_of, refused, says
 
 ROWS = [{"input_ids": [3, 4, 5, 6]}] * 4
@@ -225,6 +227,26 @@ def test_an_evaluation_without_any_label(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, args={"per_device_eval_batch_size": 1}, eval_dataset=[{"input_ids": [3]}] * 3)
     found = trainer.evaluate()
     assert math.isnan(found["eval_loss"]) and found["eval_batches_without_labels"] == 3
+
+
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+def test_a_step_without_any_label(tmp_path: Path, kind: type) -> None:
+    """Its loss is that of the trainer: NaN, and 0 under TRL."""
+    rows = [{"input_ids": [3, 4, 5, 6], "labels": [3, -100, -100, -100]}] * 2  # no token predicts the first one
+    losses = []
+    for is_split in (False, True):
+        config = SFTConfig if kind is SFTTrainer else TrainingArguments
+        fields = {"max_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none", "logging_nan_inf_filter": False}
+        trainer: Any = (type("Split", (SplitBatches, kind), {}) if is_split else kind)(
+            model=tiny.transformers_model(attention="bmburst" if is_split else "sdpa", use_cache=False),
+            args=config(output_dir=str(tmp_path), logging_steps=1, **fields),
+            train_dataset=Dataset.from_list(rows),
+            **({"split": SplitSequences(mesh_of())} if is_split else {}),
+            **({"processing_class": tokenizer()} if kind is SFTTrainer else {}),
+        )
+        trainer.train()
+        losses.append(next(line["loss"] for line in trainer.state.log_history if "loss" in line))
+    assert losses == pytest.approx([0.0 if kind is SFTTrainer else math.nan] * 2, nan_ok=True)
 
 
 class _Endless(IterableDataset[dict[str, Any]]):
