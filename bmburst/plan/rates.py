@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bmburst.launch.launcher import LaunchSpec, launch
-from bmburst.schedule.hardware import NUMBERS, hardware_from, read_facts
+from bmburst.schedule.hardware import DEFAULT, NUMBERS, Hardware, hardware_from, load_hardware, read_facts
 from bmburst_ops import ATTENTION_BACKWARD
 from bmburst_ops.host_adamw import Rates, adamw_
 
@@ -59,7 +59,7 @@ def calibrate(base: str, ranks: int, say: PrintLine) -> str:
     Raises:
         UserError: `base` is unknown, or the ranks cannot start.
     """
-    known = read_facts(base)
+    known = load_hardware(base)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     name = torch.cuda.get_device_name(0) if on_gpu else f"{platform.machine()} CPU"
@@ -93,17 +93,17 @@ def _links(ranks: int) -> dict[str, Fact]:
         return {key: Fact(*values) for key, values in json.loads(file.read_text(encoding="utf-8")).items()}
 
 
-def complete(found: Mapping[str, Fact], base: Mapping[str, Any], name: str) -> dict[str, Fact]:
+def complete(found: Mapping[str, Fact], base: Hardware, name: str) -> dict[str, Fact]:
     """Return every number of a hardware file: the measured ones, and for the others those of a known machine.
 
     Args:
         found: The measured numbers.
-        base: The known machine's file, as `bmburst.schedule.hardware.read_facts` returns it.
-        name: The known machine's name.
+        base: The known machine.
+        name: Its name, or its file.
     """
+    units = {key: fact["unit"] for key, fact in read_facts(DEFAULT).items() if key in NUMBERS}
     taken = {
-        key: Fact(float(base[key]["value"]), base[key]["unit"], "assumed", f"not measured here: as on {name}")
-        for key in NUMBERS
+        key: Fact(getattr(base, key), units[key], "assumed", f"not measured here: as on {name}") for key in NUMBERS
     }
     return taken | dict(found)
 

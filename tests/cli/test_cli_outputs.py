@@ -77,9 +77,9 @@ def test_outputs_are_made_again_and_others_kept(here, capsys, monkeypatch):
     from matplotlib.figure import Figure
 
     from bmburst.plan.rates import complete, render
-    from bmburst.schedule.hardware import read_facts
+    from bmburst.schedule.hardware import load_hardware
 
-    facts = render("here", complete({}, read_facts("h200"), "h200"), "Measured by bmburst plan --calibrate")
+    facts = render("here", complete({}, load_hardware("h200"), "h200"), "Measured by bmburst plan --calibrate")
     monkeypatch.setattr("bmburst.plan.rates.calibrate", lambda *_: facts)
     plan, calibrate = ["plan", *PLAN, "--output", "plan.png"], ["plan", "--calibrate", "--output", "machine.toml"]
     for command in (plan, calibrate):

@@ -56,7 +56,7 @@ def test_files_are_read_and_text_is_not_taken_for_numbers(tmp_path):
     bad.write_text("name = ")
     with refused("bad.toml", "TOML", "fix: ", "--calibrate"):
         load_hardware(str(bad))
-    facts = complete({"matmul": measured(1e12, "FLOP/s", 'said "so"\n\\ here')}, read_facts("h200"), "h200")
+    facts = complete({"matmul": measured(1e12, "FLOP/s", 'said "so"\n\\ here')}, load_hardware("h200"), "h200")
     file = tmp_path / "mine.toml"
     write_text("--output", file, render('My "box"', facts, "head"))
     mine = load_hardware(str(file))
