@@ -63,6 +63,9 @@ def test_files_are_read_and_text_is_not_taken_for_numbers(tmp_path):
     assert mine.matmul == 1e12 and mine.nccl_bandwidth == load_hardware("h200").nccl_bandwidth
     assert tomllib.loads(file.read_text())["matmul"]["kind"] == "measured"
     assert tomllib.loads(file.read_text())["peak"]["kind"] == "assumed"
+    facts = {key: fact for key, fact in read_facts(str(file)).items() if key != "matmul_sustained"}
+    older = hardware_from(facts, "older.toml")
+    assert older.matmul_sustained == complete({}, older, "older.toml")["matmul_sustained"].value == 1
     with refused("--output", "gone/mine.toml", "cannot be written"):
         write_text("--output", tmp_path / "gone" / "mine.toml", "x")
 
