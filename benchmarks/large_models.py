@@ -125,11 +125,11 @@ _32B = partial(Case, preset="qwen3-32b", tokens=32 * K)
 _8B = partial(Case, preset="llama-3-8b", batch=8, state="bfloat16", offload=(Offload.NOTHING,))
 
 
-def _beside(gpus: int, kept: Mapping[int, str], steps: int) -> tuple[Run, Run]:
-    """Return runs of two stages and of ZeRO-3, over sequence lengths, with the same recompute policy."""
-    several = [(tokens, (policy,), max(1, steps if tokens < 64 * K else 1)) for tokens, policy in kept.items()]
-    stages = tuple(_8B(tokens=t, gpus=gpus, recompute=policy, steps=n, pipe=2) for t, policy, n in several)
-    shards = tuple(_8B(tokens=t, gpus=gpus, recompute=policy, steps=n, zero=(3,)) for t, policy, n in several)
+def _beside(gpus: int, kept: Mapping[int, tuple[str, ...]], steps: int) -> tuple[Run, Run]:
+    """Return runs of two stages and of ZeRO-3, over sequence lengths, with the recompute policies to choose from."""
+    several = [(tokens, policies, max(1, steps if tokens < 64 * K else 1)) for tokens, policies in kept.items()]
+    stages = tuple(_8B(tokens=t, gpus=gpus, recompute=policies, steps=n, pipe=2) for t, policies, n in several)
+    shards = tuple(_8B(tokens=t, gpus=gpus, recompute=policies, steps=n, zero=(3,)) for t, policies, n in several)
     return Run(stages), Run(shards)
 
 
@@ -163,8 +163,8 @@ SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
             Run((_32B(gpus=gpus, state=state, host=256.0),), alone=True) for gpus, state in product((2, 4), _STATES)
         ),
         "pipeline": (
-            *_beside(2, {4 * K: "none", 16 * K: "none"}, steps=3),
-            *_beside(4, {4 * K: "none", 16 * K: _KEEP, 64 * K: _KEEP}, steps=3),
+            *_beside(2, {4 * K: ("none",), 16 * K: ("none", _KEEP)}, steps=3),
+            *_beside(4, {4 * K: ("none",), 16 * K: (_KEEP,), 64 * K: (_KEEP,)}, steps=3),
         ),
         "long": (Run((Case(preset="llama-3-8b", tokens=1024 * K, gpus=4, steps=0),), limit=580.0),),
     }
