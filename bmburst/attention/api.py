@@ -15,7 +15,7 @@ from bmburst.attention.graphs import outside_of_graphs
 from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions, MaskOption, require_tensors
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import communicator
+from bmburst.comm.groups import bmtrain_pipe_degree, bmtrain_tensor_degree, communicator
 from bmburst.comm.streams import BUFFERS, RECORDINGS
 from bmburst.comm.transports import PEER_GROUPS
 from bmburst.errors import UserError, unknown
@@ -126,7 +126,7 @@ def burst_attention(
             no value, as in gpt-oss. Rows that see no key are not changed. Every rank passes the sinks of all heads. The
             gradient covers this rank's queries; the caller sums it over the group, as for other weights.
         group: A `torch.distributed` process group or a `bmt.nccl` communicator. None: the sequence group of the current
-            mesh, else the world.
+            mesh, else the world, which BMTrain must not divide into tensor groups or stages.
         scale: Factor on the scores, above 0; default `head_dim ** -0.5`.
         softcap: Bound of the scores, above 0: a scaled score becomes `softcap * tanh(score / softcap)`, before the mask
             and before a sink, as in Gemma 2. Kernels "fa4", "fa3", "fa2", "triton" and "reference" have it. None: no
@@ -243,9 +243,24 @@ def _sample_by_sample(
 
 
 def resolve_group(group: object) -> CheckedCommunicator:
-    """Return the communicator of `group`. None: that of the current mesh's sequence group, else that of the world."""
+    """Return the communicator of `group`. None: that of the current mesh's sequence group, else that of the world.
+
+    Raises:
+        UserError: As `communicator`; or the world is meant and BMTrain divides it into tensor groups or stages, whose
+            ranks hold no parts of one sequence.
+    """
     mesh = current_mesh()
-    return mesh.sequence if group is None and mesh is not None else communicator(group)
+    if group is not None:
+        return communicator(group)
+    if mesh is not None:
+        return mesh.sequence
+    for option, degree in (("tp_size", bmtrain_tensor_degree()), ("pipe_size", bmtrain_pipe_degree())):
+        if degree > 1:
+            raise UserError(
+                f"BMTrain was started with {option}={degree}, so not all ranks hold parts of one sequence\n"
+                "fix: pass group=bmburst.Mesh.over_bmtrain().sequence"
+            )
+    return communicator(None)
 
 
 def empty_cache() -> None:
