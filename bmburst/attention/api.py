@@ -20,6 +20,7 @@ from bmburst.comm.streams import BUFFERS, RECORDINGS
 from bmburst.comm.transports import PEER_GROUPS
 from bmburst.errors import UserError, unknown
 from bmburst.mesh import current_mesh
+from bmburst.schedule.documents import Documents
 from bmburst.schedule.mask import sample_masks
 from bmburst_ops.autocast import no_autocast
 
@@ -172,8 +173,21 @@ def burst_attention(
         deterministic=deterministic,
     )
     _require_flags(group, return_lse=return_lse)
+    if isinstance(mask, Documents) and layout != "balanced" and (length, key_length, key_layout) == (None, None, None):
+        _require_whole(group, mask, q)
     out, lse = attend(q, k, v, length, group, options, key_length, sink)
     return (out, lse) if return_lse else out
+
+
+def _require_whole(group: object, mask: Documents, q: object) -> None:
+    """Refuse documents of one rank's tokens, on every rank: other packages take `cu_seqlens // ranks`."""
+    tokens = q.shape[1] if isinstance(q, Tensor) and q.dim() == 4 else 0
+    if tokens > 2 and mask.length == tokens and (comm := resolve_group(group)).size > 1:  # 2 are not divided by zigzag
+        comm.refuse(
+            f"the documents of the mask have {tokens} tokens, as many as each of {comm.size} ranks holds\n"
+            "allowed: documents of the whole sequence, the same on all ranks\n"
+            f"fix: cu_seqlens that are not divided by the ranks; or length={tokens}, if all later tokens are padding"
+        )
 
 
 def _require_flags(group: object, **flags: object) -> None:
