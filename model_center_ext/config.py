@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center
 from bmburst.config import field, read_config_file, write_json
-from bmburst.errors import unknown
+from bmburst.errors import UserError, unknown
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.recompute.policy import Policy
 
@@ -71,6 +71,11 @@ class LlamaConfig(ModelCenterConfig):
         from bmburst.checkpoint.hugging_face import read_config
 
         path = Path(directory) / _CONFIG_FILE
+        if not path.parent.is_dir():
+            raise UserError(
+                f"{path.parent}: no such directory of weights\n"
+                "fix: pass the directory of a model; a name of ModelCenter such as llama-7b is not downloaded"
+            )
         values = read_config_file(path)
         if is_model_center(values):
             return cls.from_json_file(path, **changes)

@@ -187,17 +187,19 @@ class Llama(Blocks):
             UserError: An unsupported argument is set, ids, positions and length do not fit, or the ranks hold no parts
                 of one split batch.
         """
+        generate = "generate with bmburst generate or Hugging Face, after bmburst convert"
+        leave_out = "leave it out; length and mask define visible tokens"
         refused = {
-            "attention_mask": attention_mask is not None,
-            "inputs_embeds": inputs_embeds is not None,
-            "use_cache": use_cache,
-            "past_key_values": past_key_values is not None,
-            "output_attentions": output_attentions,
-            "output_hidden_states": output_hidden_states,
+            "use_cache": (use_cache, generate),
+            "past_key_values": (past_key_values is not None, generate),
+            "attention_mask": (attention_mask is not None, leave_out),
+            "inputs_embeds": (inputs_embeds is not None, leave_out),
+            "output_attentions": (output_attentions, leave_out),
+            "output_hidden_states": (output_hidden_states, leave_out),
         }
-        for name, is_set in refused.items():
+        for name, (is_set, fix) in refused.items():
             if is_set:
-                raise UserError(f"{name} is not supported\nfix: leave it out; length and mask define visible tokens")
+                raise UserError(f"{name} is not supported\nfix: {fix}")
         if input_ids is None:
             raise UserError("input_ids are missing\nfix: pass input_ids, int64 of shape [batch, local_tokens]")
         positions = self._placed(input_ids, positions, length)
@@ -235,6 +237,12 @@ class Llama(Blocks):
         """
 
         def decide() -> tuple[Tensor, str]:
+            if isinstance(length, Tensor) and length.shape != ids.shape[:1]:
+                raise UserError(
+                    f"length must be a number, or a tensor {list(ids.shape[:1])} for input_ids {list(ids.shape)}, got "
+                    f"{describe_tensors(length)}\nfix: the real tokens of each sample, such as mask.sum(1): they are "
+                    "the first ones, and padding follows"
+                )
             if self._sequence.size > 1:
                 self._require_parts(ids, positions, length)
             whole = length if isinstance(length, int) else None

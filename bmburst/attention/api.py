@@ -15,11 +15,12 @@ from bmburst.attention.graphs import outside_of_graphs
 from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions, MaskOption, require_tensors
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import communicator
+from bmburst.comm.groups import bmtrain_pipe_degree, bmtrain_tensor_degree, communicator
 from bmburst.comm.streams import BUFFERS, RECORDINGS
 from bmburst.comm.transports import PEER_GROUPS
 from bmburst.errors import UserError, unknown
 from bmburst.mesh import current_mesh
+from bmburst.schedule.documents import Documents
 from bmburst.schedule.mask import sample_masks
 from bmburst_ops.autocast import no_autocast
 
@@ -126,7 +127,7 @@ def burst_attention(
             no value, as in gpt-oss. Rows that see no key are not changed. Every rank passes the sinks of all heads. The
             gradient covers this rank's queries; the caller sums it over the group, as for other weights.
         group: A `torch.distributed` process group or a `bmt.nccl` communicator. None: the sequence group of the current
-            mesh, else the world.
+            mesh, else the world, which BMTrain must not divide into tensor groups or stages.
         scale: Factor on the scores, above 0; default `head_dim ** -0.5`.
         softcap: Bound of the scores, above 0: a scaled score becomes `softcap * tanh(score / softcap)`, before the mask
             and before a sink, as in Gemma 2. Kernels "fa4", "fa3", "fa2", "triton" and "reference" have it. None: no
@@ -172,8 +173,21 @@ def burst_attention(
         deterministic=deterministic,
     )
     _require_flags(group, return_lse=return_lse)
+    if isinstance(mask, Documents) and layout != "balanced" and (length, key_length, key_layout) == (None, None, None):
+        _require_whole(group, mask, q)
     out, lse = attend(q, k, v, length, group, options, key_length, sink)
     return (out, lse) if return_lse else out
+
+
+def _require_whole(group: object, mask: Documents, q: object) -> None:
+    """Refuse documents of one rank's tokens, on every rank: other packages take `cu_seqlens // ranks`."""
+    tokens = q.shape[1] if isinstance(q, Tensor) and q.dim() == 4 else 0
+    if tokens > 2 and mask.length == tokens and (comm := resolve_group(group)).size > 1:  # 2 are not divided by zigzag
+        comm.refuse(
+            f"the documents of the mask have {tokens} tokens, as many as each of {comm.size} ranks holds\n"
+            "allowed: documents of the whole sequence, the same on all ranks\n"
+            f"fix: cu_seqlens that are not divided by the ranks; or length={tokens}, if all later tokens are padding"
+        )
 
 
 def _require_flags(group: object, **flags: object) -> None:
@@ -243,9 +257,24 @@ def _sample_by_sample(
 
 
 def resolve_group(group: object) -> CheckedCommunicator:
-    """Return the communicator of `group`. None: that of the current mesh's sequence group, else that of the world."""
+    """Return the communicator of `group`. None: that of the current mesh's sequence group, else that of the world.
+
+    Raises:
+        UserError: As `communicator`; or the world is meant and BMTrain divides it into tensor groups or stages, whose
+            ranks hold no parts of one sequence.
+    """
     mesh = current_mesh()
-    return mesh.sequence if group is None and mesh is not None else communicator(group)
+    if group is not None:
+        return communicator(group)
+    if mesh is not None:
+        return mesh.sequence
+    for option, degree in (("tp_size", bmtrain_tensor_degree()), ("pipe_size", bmtrain_pipe_degree())):
+        if degree > 1:
+            raise UserError(
+                f"BMTrain was started with {option}={degree}, so not all ranks hold parts of one sequence\n"
+                "fix: pass group=bmburst.Mesh.over_bmtrain().sequence"
+            )
+    return communicator(None)
 
 
 def empty_cache() -> None:

@@ -225,10 +225,17 @@ class SegmentPositionEmbedding(_PositionBias):
 
 
 class _Linear(bmt.DistributedModule):  # type: ignore[misc]
-    """CPM-Live's `Linear`, which divides products by sqrt(dim_in)."""
+    """CPM-Live's `Linear`, which divides products by sqrt(dim_in).
+
+    Attributes:
+        in_features: dim_in. OpenDelta's adapters, which CPM-Live's fine-tuning inserts, read these two names.
+        out_features: dim_out.
+    """
 
     def __init__(self, dim_in: int, dim_out: int, dtype: torch.dtype) -> None:
         super().__init__()
+        self.dim_in = self.in_features = dim_in
+        self.dim_out = self.out_features = dim_out
         self.dtype = dtype
         self.weight = bmt.DistributedParameter(
             torch.empty(dim_out, dim_in, dtype=dtype),

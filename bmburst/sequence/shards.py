@@ -14,8 +14,9 @@ from bmburst.attention.api import resolve_group
 from bmburst.attention.graphs import outside_of_graphs
 from bmburst.attention.options import gradient_signature, require_dense, require_no_transform
 from bmburst.comm.checks import CheckedCommunicator, call_number, contents, describe_tensors, in_backward_of, is_exact
-from bmburst.comm.groups import is_connected
+from bmburst.comm.groups import communicator, is_connected
 from bmburst.errors import UserError
+from bmburst.mesh import current_mesh
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst.sequence.packed_tree import PackedTree, require_tree, tree_facts
@@ -288,7 +289,8 @@ class SequenceShard:
             return None
         if self.group is None and not is_connected():
             return None
-        comm = resolve_group(None) if self.group is None else self.group
+        mesh = current_mesh()
+        comm = self.group or (mesh.sequence if mesh is not None else communicator(None))
         return comm if (comm.size, comm.rank) == (self.layout.size, self.rank) else None
 
     def _batch(self, tokens: Tensor, labels: Tensor | None, documents: Mask | Sequence[Mask] | None) -> ShardedBatch:

@@ -233,3 +233,14 @@ def test_meta_tensors_are_refused():
     ):
         with refused("meta"):
             call()
+
+
+@on_ranks(2)
+def test_documents_of_one_ranks_tokens(comm):
+    """Such as `cu_seqlens // ranks`, which ring-flash-attention takes: the second half would be padding."""
+    q = torch.ones(1, 8, 2, 8)
+    for layout in ("contiguous", "zigzag"):
+        local = {"mask": bmburst.Documents.from_cu_seqlens([0, 3, 8]), "layout": layout, "group": comm}
+        with refused("documents | 8 tokens | 2 ranks | whole sequence | fix: cu_seqlens | length=8"):
+            bmburst.burst_attention(q, q, q, **local)
+        assert bmburst.burst_attention(q, q, q, length=8, **local).shape == q.shape

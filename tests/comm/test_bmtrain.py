@@ -92,3 +92,25 @@ def check_unwaited(world):
         bystander = torch.zeros(4096)
         torch.cuda.synchronize()  # the host runtime's
         assert not bystander.any()
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipe"])
+def test_a_world_of_tensor_groups_or_stages_is_no_group_of_attention(axis):
+    run_program(2, _divided, axis, **{axis: 2})
+
+
+def _divided(axis):
+    q, option = torch.randn(1, 8, 4, 16), {"tensor": "tp_size=2", "pipe": "pipe_size=2"}[axis]
+    alone = torch.nn.functional.scaled_dot_product_attention(*3 * [q.transpose(1, 2)], is_causal=True).transpose(1, 2)
+    for call in (
+        lambda: lazy.BurstAttention()(q, q, q),
+        lambda: bmburst.burst_attention(q, q, q),
+        lambda: bmburst.burst_attn_func(q, q, q, causal=True),
+        lambda: bmburst.shard(q),
+    ):
+        with refused(option, "fix: pass group=bmburst.Mesh.over_bmtrain().sequence"):
+            call()
+    group = Mesh.over_bmtrain().sequence
+    torch.testing.assert_close(lazy.BurstAttention(group=group)(q, q, q), alone)
+    with Mesh.over_bmtrain().current():
+        torch.testing.assert_close(bmburst.burst_attention(q, q, q), alone)

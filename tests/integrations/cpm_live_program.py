@@ -13,6 +13,7 @@ from tests.refusals import refused
 
 HEADS, DIM_HEAD, WIDTH = 3, 8, 20
 NAMES = ("project_q", "project_k", "project_v", "attention_out")
+ADAPTED, RANK = ("project_q", "project_v"), 3
 
 
 def bee_data(batch):
@@ -77,17 +78,18 @@ def make_layer(batch):
 def layers_equal_the_formulas():
     mesh = bmburst.Mesh.over_bmtrain()
     for layout in ("contiguous", "zigzag", "striped"):
+        is_adapted = layout == "zigzag"
         split = lazy.cpm_live.SplitSequences(mesh, layout=layout)
         batch = draw_bee(3, 2, 45)
         part = split.bee(split.shared(bee_data(batch) if split.is_reader else None))
         assert part.ext_sub.tolist() == [1, 2]
-        equals_the_formulas(split, batch, part.tokens, part.inputs, part.target)
+        equals_the_formulas(split, batch, part.tokens, part.inputs, part.target, is_adapted=is_adapted)
         batch = draw_ant(4, 2, 29)
         part = split.ant(ant_data(batch), batch.num_segments)
         equals_the_formulas(split, batch, part.tokens, part.input, part.target)
 
 
-def equals_the_formulas(split, batch, tokens, inputs, target):
+def equals_the_formulas(split, batch, tokens, inputs, target, *, is_adapted=False):
     layer, length = make_layer(batch), batch.segment.shape[1]
     size, rank = split.mesh.sequence.size, split.mesh.sequence_rank
     cut = bmburst.SequenceShard.cut(length, layout=split.layout, size=size, rank=rank)
@@ -98,6 +100,9 @@ def equals_the_formulas(split, batch, tokens, inputs, target):
 
     learned = {f"attention.{name}.weight" for name in NAMES} | {"position_bias.relative_attention_bias"}
     assert {shard.replace("_module.", "") for shard in layer.state_dict()} == learned  # as CPM-Live's checkpoints have
+    if is_adapted:
+        for name in ADAPTED:
+            adapt(getattr(layer.attention, name))
     parameters = {name: value.double().requires_grad_() for name, value in whole_parameters(layer).items()}
     rng = torch.Generator().manual_seed(0)
     x, grad = torch.randn(2, 2, length, WIDTH, generator=rng)
@@ -116,6 +121,18 @@ def equals_the_formulas(split, batch, tokens, inputs, target):
         assert (value.double() - wanted).norm() < 1e-5 * wanted.norm(), name
 
 
+def adapt(linear):
+    """Add LoRA beside a linear layer as OpenDelta's `LoraModel(..., backend="bmt")` does in CPM-Live's fine-tuning."""
+    lora = lazy.bmt.DistributedModule()
+    rng = torch.Generator().manual_seed(1)
+    sizes = {"A": (RANK, linear.in_features), "B": (linear.out_features, RANK)}
+    for name, size in sizes.items():
+        drawn = linear.weight.new_empty(size).normal_(std=0.2, generator=rng)
+        setattr(lora, f"lora_{name}", lazy.bmt.DistributedParameter(drawn))
+    linear.lora, alone = lora, linear.forward
+    linear.forward = lambda x: alone(x) + x @ lora.lora_A.T @ lora.lora_B.T
+
+
 def whole_parameters(layer, of_gradients=False):
     """Return all parameters whole, or their gradients, which ZeRO has added up over the ranks."""
     from bmburst.zero import ShardData
@@ -130,6 +147,9 @@ def whole_parameters(layer, of_gradients=False):
 def dense(x, parameters, batch):
     """CPM-Live's attention layer on whole sequences, in fp64."""
     q, k, v = (torch.nn.functional.linear(x, parameters[f"attention.{name}.weight"]) / WIDTH**0.5 for name in NAMES[:3])
+    if "attention.project_q.lora.lora_A" in parameters:
+        lora = {name: [parameters[f"attention.{name}.lora.lora_{matrix}"] for matrix in "AB"] for name in ADAPTED}
+        q, v = (y + x @ lora[name][0].T @ lora[name][1].T for y, name in zip((q, v), ADAPTED, strict=True))
     table = parameters["position_bias.relative_attention_bias"]
     mixed, _ = attention(*(t.unflatten(-1, (HEADS, DIM_HEAD)) for t in (q, k, v)), table, batch)
     return mixed.flatten(2) @ parameters["attention.attention_out.weight"].t() / (HEADS * DIM_HEAD) ** 0.5

@@ -116,11 +116,13 @@ def test_bad_input_is_told_to_every_rank(job: Results) -> None:
     told = [torch.load(job["folder"] / f"problems-{rank}.pt") for rank in range(job["size"])]
     assert all(messages == told[0] for messages in told)
     starts = {
-        "directory": f"{job['folder']}/nowhere/config.json: no such configuration file",
+        "directory": f"{job['folder']}/nowhere: no such directory of weights\nfix: pass the directory",
         "shape": "encoder.layers.0.ffn.ffn.w_in.w_0.weight has shape (48, 24) in this model, but (40, 24) in ",
         "tied": "output_projection.weight has shape None in this model, but (61, 24) in ",
         "part": "input_ids [1, 8] are not a part of 50 tokens",
-        "cache": "use_cache is not supported",
+        "cache": "use_cache is not supported\nfix: generate with ",
+        "mask as length": "length must be a number, or a tensor [1] for input_ids [1, 8], got ",
+        "lengths": "length must be a number, or a tensor [1] for input_ids [1, 8], got ",
         "mask": "attention_mask is not supported",
         "ids": "input_ids are missing",
         "norm_bias": "norm_bias True of a ModelCenter model is not supported",
