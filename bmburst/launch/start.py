@@ -4,8 +4,10 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from bmburst.errors import RunError, UserError
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("bmburst.launch.start")
 _FOUND_PORT = "BMBURST_FOUND_PORT"
+_SCHEME = "bmburst"  # of `torch.distributed.rendezvous`
 _TIMEOUT = 1800.0  # seconds, as in BMTrain
 _store: Any = None  # the store that this process serves for its job; it ends with the process
 _has_joined = False  # whether `_complete_environment` has run
@@ -105,8 +108,38 @@ def join() -> Any:
     store = stores.TCPStore(address, port, None, False, timedelta(seconds=_TIMEOUT), wait_for_workers=False)
     # torchrun's own store has the keys of the ranks before a restart. A store that rank 0 serves is new; only there the
     # counts of the nodes may differ.
-    is_old = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return stores.PrefixStore(f"bmburst/{os.environ['TORCHELASTIC_RESTART_COUNT'] if is_old else 0}", store)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _launcher_serves() else 0
+    return stores.PrefixStore(f"bmburst/{restarts}", store)
+
+
+def _launcher_serves() -> bool:
+    """Return whether torchrun serves the store of the ranks, which outlives them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _init_method() -> str:
+    """Return where BMTrain shall find the store of the ranks.
+
+    After a restart, torchrun's own store still has the ids of the communicators of the ranks before. A rank that reads
+    one before rank 0 has written the new one would try to connect to a process that is gone, until the timeout.
+    """
+    if not _launcher_serves():
+        return "env://"
+    _register_store()
+    return f"{_SCHEME}://"
+
+
+@cache
+def _register_store() -> None:
+    import torch.distributed as dist
+
+    handlers: Any = dist  # torch does not list this function among the names it exports
+    handlers.register_rendezvous_handler(_SCHEME, _found_store)
+
+
+def _found_store(*_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield the store of `join`, this rank and the number of ranks, as `torch.distributed.rendezvous` does."""
+    yield join(), _number("RANK", default=0), _number("WORLD_SIZE", default=1)
 
 
 def _bmtrain_has_started() -> bool:
@@ -135,7 +168,7 @@ def _start_bmtrain(seed: int, tensor: int, pipe: int) -> None:
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
         # -1: BMTrain makes no communicators for stages.
-        bmtrain.init.init_distributed(seed=seed, tp_size=tensor, pipe_size=pipe if pipe > 1 else -1)
+        bmtrain.init.init_distributed(_init_method(), seed=seed, tp_size=tensor, pipe_size=pipe if pipe > 1 else -1)
     except RuntimeError as error:
         if DRIVER_IS_FULL not in str(error):
             raise
@@ -205,10 +238,9 @@ def _complete_environment() -> None:
     if on_one_host:
         for name, value in stores.LOOPBACK_ONLY.items():
             os.environ.setdefault(name, value)
-    served_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank == 0 and not served_by_launcher:
+    if rank == 0 and not _launcher_serves():
         _serve_store(on_one_host)
-    if on_one_host and not served_by_launcher:  # where rank 0 serves it
+    if on_one_host and not _launcher_serves():  # where rank 0 serves it
         os.environ["MASTER_ADDR"] = stores.LOOPBACK
     _has_joined = True
 

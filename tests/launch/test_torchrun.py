@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import textwrap
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from bmburst.config import to_dict, write_json
+from bmburst.host import stores
 from tests.distributed.ports import held_port
 from tests.distributed.started import Python, run_bmburst
 from tests.launch.launcher import ROOT, assert_gone, wait_until
@@ -129,6 +132,35 @@ def test_ranks_are_restarted_and_continue_by_themselves(torchrun, tmp_path, what
     assert [status for status, _ in results] == [0, 0], results
     assert any("going on from" in out for _, out in results)
     assert_as_undisturbed(tmp_path)
+
+
+# Rank 0 begins late: rank 1 would read the id that is left before there is a new one.
+MEETING = """
+    import os, time
+    import bmburst
+    time.sleep(2 * (os.environ["RANK"] == "0"))
+    bmburst.start()
+    import bmtrain as bmt, torch
+    print(bmt.sum_loss(torch.ones(1)).item())
+    """
+
+
+def test_ranks_do_not_read_what_those_before_a_restart_have_left(tmp_path):
+    """torchrun's store outlives them: it has the id of a communicator that nobody serves any more."""
+    store = stores.serve(stores.LOOPBACK, 0, timedelta(seconds=30))
+    store.set("bmtrain/BMTRAIN_UNIQUE_ID", b"127.0.0.1 9 0 token".ljust(128, b"\0").hex())
+    environ = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": stores.LOOPBACK, "MASTER_PORT": str(store.port)}
+    environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
+    environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    words = ["-c", textwrap.dedent(MEETING)]
+    ranks = [Python(words, cwd=tmp_path, env=environ | {"RANK": str(rank)}) for rank in range(2)]
+    try:
+        results = [ended(process, seconds=60) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.close()
+    assert [(status, "1.0" in said.split()) for status, said in results] == [(0, True)] * 2, results
 
 
 def test_a_stopped_rank_ends_the_run_and_is_named_once(torchrun, tmp_path):
