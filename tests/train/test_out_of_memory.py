@@ -203,7 +203,7 @@ def test_check_explains_them_too(tmp_path):
 
 
 def test_a_gpu_without_memory_for_a_rank_is_no_traceback(monkeypatch):
-    def full(**_options):
+    def full(_store, **_options):
         raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in")
 
     init = types.SimpleNamespace(init_distributed=full, print_dict=None)
