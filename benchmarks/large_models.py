@@ -134,8 +134,9 @@ def _beside(gpus: int, kept: Mapping[int, tuple[str, ...]], steps: int) -> tuple
 
 
 _KEEP = "block-keep-attention"
-_KEPT: Mapping[str, Any] = MappingProxyType({"recompute": ("none",), "zero": (3,), "offload": (Offload.NOTHING,)})
-"""Nothing is recomputed, and everything is on the GPU."""
+_A_SEQUENCE_A_GPU: Mapping[str, Any] = MappingProxyType(
+    {"batch": 2, "state": "float32", "recompute": ("none",), "zero": (3,), "steps": 10}
+)
 _STATES: tuple[State, ...] = ("bfloat16", "8bit")
 SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
     {
@@ -151,14 +152,7 @@ SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
             Run((_70B(tokens=128 * K, gpus=1, lora=_QLORA, steps=0),), alone=True, limit=580.0),
             Run((_70B(tokens=32 * K, gpus=4, lora=_LORA),)),
         ),
-        "data": (
-            Run(
-                tuple(
-                    Case(preset="llama-3-8b", tokens=tokens, gpus=2, batch=2, steps=10, **_KEPT)
-                    for tokens in (4 * K, 8 * K)
-                )
-            ),
-        ),
+        "data": (Run(tuple(_8B(tokens=tokens, gpus=2, **_A_SEQUENCE_A_GPU) for tokens in (4 * K, 8 * K))),),
         "full": tuple(
             Run((_32B(gpus=gpus, state=state, host=256.0),), alone=True) for gpus, state in product((2, 4), _STATES)
         ),

@@ -9,9 +9,7 @@ Under activation checkpointing this costs no extra product. Backward reads only 
 the forward: callers pass `is_needed=False`.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,10 +21,11 @@ from bmburst_ops.linears import (
     Adapter,
     GradientSum,
     LowRank,
+    add_outputs,
     add_product,
-    inner_products,
     low_rank_backward,
     product,
+    restored,
 )
 from bmburst_ops.swiglu import swiglu
 
@@ -47,7 +46,7 @@ class _GatedMLP(torch.autograd.Function):
         *adapters: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, gate, up, down, *adapters)
-        ctx.chunk, ctx.terms = chunk, terms
+        ctx.chunk, ctx.terms = chunk, [term and term.settings for term in terms]
         out = x.new_empty((*x.shape[:-1], len(down)))
         if is_needed:
             parts = zip(_chunks(x, chunk), _chunks(out, chunk), strict=True)
@@ -55,8 +54,7 @@ class _GatedMLP(torch.autograd.Function):
                 of_chunk = [term and term.at(_tokens(number, chunk)) for term in terms]
                 inner = swiglu(*gate_and_up(states, gate, up, of_chunk))
                 torch.mm(inner, down.t(), out=result)
-                if (term := of_chunk[2]) is not None:
-                    term.add_output(result, term.inner(inner))
+                add_outputs([result], inner, of_chunk[2:])
                 del inner  # frees the tensors of this chunk before the next one
         return out
 
@@ -68,7 +66,7 @@ class _GatedMLP(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         sums = [GradientSum(wide) if wanted else None for wanted in wants]
         rest = iter(zip(adapters, ctx.needs_input_grad[7:], strict=True))
-        terms = [term and _numbered(term, rest, wide) for term in ctx.terms]
+        terms = [kept and restored(kept, rest, wide) for kept in ctx.terms]
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wants_x else None
         results = [None] * -(-x[..., 0].numel() // ctx.chunk) if grad_x is None else _chunks(grad_x, ctx.chunk)
         parts = zip(_chunks(x, ctx.chunk), _chunks(grad_output, ctx.chunk), results, strict=True)
@@ -80,18 +78,10 @@ class _GatedMLP(torch.autograd.Function):
         return grad_x, *weights[:3], None, None, None, *weights[3:]
 
 
-def _numbered(term: LowRank, rest: Iterator[tuple[Tensor, bool]], wide: torch.dtype) -> Adapter:
-    """Return a term with its two saved matrices, the next two of `rest`, and with sums for their gradients."""
-    (a, of_a), (b, of_b) = ((each, GradientSum(wide) if wanted else None) for each, wanted in islice(rest, 2))
-    return replace(term, a=a, b=b), (of_a, of_b)
-
-
 def gate_and_up(states: Tensor, gate: Tensor, up: Tensor, terms: Sequence[LowRank | None]) -> tuple[Tensor, Tensor]:
     """Return the outputs of gate and up for a chunk, `[rows, width]` each; see `gated_mlp`."""
     results = linear(states, gate), linear(states, up)
-    for result, term, inner in zip(results, terms, inner_products(states, terms[:2]), strict=False):
-        if term is not None and inner is not None:
-            term.add_output(result, inner)
+    add_outputs(results, states, terms[:2])
     return results
 
 

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,6 @@ from torch import Tensor
 from bmburst_ops.autocast import no_autocast
 from bmburst_ops.dropout import Dropout
 from bmburst_ops.errors import KernelError, first_order
-
-Value = TypeVar("Value")
 
 
 def product(a: Tensor, b: Tensor, wide: torch.dtype, *, out: Tensor | None = None) -> Tensor:
@@ -90,6 +89,11 @@ class LowRank:
     rows: slice
     dropout: Dropout | None = None
 
+    @property
+    def settings(self) -> tuple[float, slice, Dropout | None]:
+        """Scale, rows and dropout: what backward needs beside the matrices, which autograd saves."""
+        return self.scale, self.rows, self.dropout
+
     def at(self, tokens: slice) -> "LowRank":
         """Return the term for some of the tokens."""
         return self if self.dropout is None else replace(self, dropout=self.dropout.at(tokens))
@@ -142,6 +146,27 @@ def inner_products(x: Tensor, terms: Sequence[LowRank | None]) -> list[Tensor | 
         return [None if term is None else term.inner(x) for term in terms]
     parts = iter((x @ torch.cat([term.a for term in found]).t()).split([len(term.a) for term in found], dim=1))
     return [None if term is None else next(parts) * term.scale for term in terms]
+
+
+def add_outputs(results: Sequence[Tensor], x: Tensor, terms: Sequence[LowRank | None]) -> None:
+    """Add the outputs of the terms of layers that share an input to the layers' results, `[tokens, outputs]`."""
+    for result, term, inner in zip(results, terms, inner_products(x, terms), strict=True):
+        if term is not None and inner is not None:
+            term.add_output(result, inner)
+
+
+def restored(
+    kept: tuple[float, slice, Dropout | None], saved: Iterator[tuple[Tensor, bool]], wide: torch.dtype
+) -> Adapter:
+    """Return a term in backward, with sums of dtype `wide` for the gradients that are needed.
+
+    Args:
+        kept: Its `settings`.
+        saved: Its a and b, each with whether it needs a gradient, and those of further terms.
+        wide: dtype of the sums.
+    """
+    (a, of_a), (b, of_b) = ((each, GradientSum(wide) if wanted else None) for each, wanted in islice(saved, 2))
+    return LowRank(a, b, *kept), (of_a, of_b)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -226,15 +251,12 @@ class _Linears(torch.autograd.Function):
         ctx.save_for_backward(*((x,) if reads_x else ()), *matrices)
         ctx.rows, ctx.shape, ctx.reads_x, ctx.later = rows, x.shape, reads_x, later
         # Without their matrices, which autograd saves: ZeRO-3 frees the data and gathers it again.
-        ctx.terms = [None if term is None else (term.scale, term.dropout) for term in terms]
+        ctx.terms = [term and term.settings for term in terms]
         parts = [_of_rows(weight, own) for weight, own in zip(matrices, rows, strict=False)]
         if not is_needed:
             return tuple(x.new_empty((*x.shape[:-1], len(part))) for part in parts)
         results = tuple(torch.nn.functional.linear(x, part) for part in parts)
-        inner = inner_products(x.flatten(0, -2), terms)
-        for result, term, of_term in zip(results, terms, inner, strict=True):
-            if term is not None and of_term is not None:
-                term.add_output(result.view(-1, result.shape[-1]), of_term)
+        add_outputs([result.view(-1, result.shape[-1]) for result in results], x.flatten(0, -2), terms)
         return results
 
     @staticmethod
@@ -253,57 +275,22 @@ class _Linears(torch.autograd.Function):
                 ctx.later.add(product)
                 product = None
             of_weights.append(None if product is None else product.gradient())
-        wanted = ctx.needs_input_grad[_FIRST + len(weights) :]
-        of_weights += _low_rank_gradients(ctx.terms, ctx.rows, of_terms, wanted, states, grads, grad_x)
+        dtype, pairs = grads[0].dtype, zip(of_terms, ctx.needs_input_grad[_FIRST + len(weights) :], strict=True)
+        adapters = [kept and restored(kept, pairs, _dtype_of_sums(dtype, kept[-1])) for kept in ctx.terms]
+        low_rank_backward(states, grads, adapters, grad_x)
+        for term, (of_a, of_b) in filter(None, adapters):
+            for matrix, total, own in ((term.a, of_a, _ALL), (term.b, of_b, term.rows)):
+                done = total is not None and total.total is not None
+                of_weights.append(_in_rows(total.total.to(dtype), matrix.shape, own) if done else None)
         return None if grad_x is None else grad_x.view(ctx.shape), *[None] * (_FIRST - 1), *of_weights
 
 
 _FIRST = 5  # arguments of `_Linears` before the matrices
 
 
-def _in_pairs(values: Sequence[Value]) -> Iterator[tuple[Value, Value]]:
-    return zip(values[::2], values[1::2], strict=True)
-
-
-def _low_rank_gradients(
-    kept: Sequence[tuple[float, Dropout | None] | None],
-    rows: Sequence[slice],
-    matrices: Sequence[Tensor],
-    wanted: Sequence[bool],
-    states: Tensor,
-    grads: Sequence[Tensor],
-    grad_x: Tensor | None,
-) -> list[Tensor | None]:
-    """Return the gradients of all a and b, and add those of the input in place; see `low_rank_backward`.
-
-    Args:
-        kept: For each layer the scale and the dropout of its term, or None.
-        rows: For each layer the rows of the weight, and of b, that it uses.
-        matrices: a and b of each term.
-        wanted: For each of them whether it needs a gradient.
-        states: See `low_rank_backward`, as the others.
-        grads: See above.
-        grad_x: See above.
-    """
-    dtype, pairs = grads[0].dtype, zip(_in_pairs(matrices), _in_pairs(wanted), strict=True)
-    adapters: list[Adapter | None] = []
-    for of_term, own in zip(kept, rows, strict=True):
-        if of_term is None:
-            adapters.append(None)
-            continue
-        (a, b), needed = next(pairs)
-        scale, dropout = of_term
-        wide = dtype if dropout is None else torch.promote_types(dtype, torch.float32)
-        of_a, of_b = (GradientSum(wide) if each else None for each in needed)
-        adapters.append((LowRank(a, b, scale, own, dropout), (of_a, of_b)))
-    low_rank_backward(states, grads, adapters, grad_x)
-    found: list[Tensor | None] = []
-    for term, (of_a, of_b) in filter(None, adapters):
-        found.append(None if of_a is None or of_a.total is None else of_a.total.to(dtype))
-        found.append(
-            None if of_b is None or of_b.total is None else _in_rows(of_b.total.to(dtype), term.b.shape, term.rows)
-        )
-    return found
+def _dtype_of_sums(dtype: torch.dtype, dropout: Dropout | None) -> torch.dtype:
+    """Return the dtype of gradients of low-rank terms: with dropout they are summed over chunks of tokens."""
+    return dtype if dropout is None else torch.promote_types(dtype, torch.float32)
 
 
 def sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -375,31 +362,26 @@ def low_rank_backward(
         adapters: For each layer its term with the accumulated gradients; None for a layer without one.
         of_x: The gradient of `x`; None if it is not needed.
     """
-    found = [(grad, *adapter) for grad, adapter in zip(grads, adapters, strict=True) if adapter is not None]
-    if any(term.dropout is not None for _, term, _ in found):  # each term has numbers of its own
+    found = [(grad, adapter) for grad, adapter in zip(grads, adapters, strict=True) if adapter is not None]
+    if any(term.dropout is not None for _, (term, _) in found):  # each term has numbers of its own
         for each in found:
             _terms_backward(x, [each], of_x)
     elif found:
         _terms_backward(x, found, of_x)
 
 
-def _terms_backward(
-    x: Tensor,
-    found: Sequence[tuple[Tensor, LowRank, tuple[GradientSum | None, GradientSum | None]]],
-    of_x: Tensor | None,
-) -> None:
+def _terms_backward(x: Tensor, found: Sequence[tuple[Tensor, Adapter]], of_x: Tensor | None) -> None:
     """Backward of terms without dropout, or of one term."""
-    _, terms, sums = zip(*found, strict=True)
-    of_inner = [term.of_inner(grad) for grad, term, _ in found]
+    terms, sums = zip(*(adapter for _, adapter in found), strict=True)
+    of_inner = [term.of_inner(grad) for grad, (term, _) in found]
     wide = torch.cat(of_inner, dim=1) if len(terms) > 1 else of_inner[0]
     stacked = replace(terms[0], a=torch.cat([term.a for term in terms])) if len(terms) > 1 else terms[0]
     if of_x is not None:
         stacked.add_input_gradient(of_x, wide)
     if any(of_b is not None for _, of_b in sums):
-        inner = inner_products(x, terms)
-        for (grad, _, (_, of_b)), of_term in zip(found, inner, strict=True):
-            if of_b is not None and of_term is not None:
-                of_b.add_product(grad.t(), of_term)
+        for (grad, (_, (_, of_b))), inner in zip(found, inner_products(x, terms), strict=True):
+            if of_b is not None and inner is not None:
+                of_b.add_product(grad.t(), inner)
     wanted = [of_a for of_a, _ in sums if of_a is not None]
     if wanted:
         total = GradientSum(wanted[0].dtype)

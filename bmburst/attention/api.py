@@ -182,7 +182,8 @@ def burst_attention(
 def _require_whole(group: object, mask: Documents, q: object) -> None:
     """Refuse documents of one rank's tokens, on every rank: other packages take `cu_seqlens // ranks`."""
     tokens = q.shape[1] if isinstance(q, Tensor) and q.dim() == 4 else 0
-    if tokens > 2 and mask.length == tokens and (comm := resolve_group(group)).size > 1:  # 2 are not divided by zigzag
+    # A sequence of 1 or 2 tokens is padded to as many on each rank.
+    if tokens > 2 and mask.length == tokens and (comm := resolve_group(group)).size > 1:
         comm.refuse(
             f"the documents of the mask have {tokens} tokens, as many as each of {comm.size} ranks holds\n"
             "allowed: documents of the whole sequence, the same on all ranks\n"

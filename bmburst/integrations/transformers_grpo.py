@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.amounts import require_flag
-from bmburst.errors import UserError, one_line, with_fix
+from bmburst.errors import UserError, first_line, one_line, with_fix
 from bmburst.integrations.grpo_arguments import ALLOWED, ARGUMENTS
 from bmburst.integrations.grpo_rows import (
     Rows,
@@ -375,7 +375,7 @@ def _attention(model: nn.Module, name: str) -> Iterator[None]:
         found.set_attn_implementation(name)
     except (ImportError, ValueError) as error:
         raise UserError(
-            f"{type(found).__name__} cannot generate with attention {name!r}: {str(error).splitlines()[0]}\n"
+            f"{type(found).__name__} cannot generate with attention {name!r}: {first_line(error)}\n"
             'allowed: an attn_implementation of transformers\nfix: generate_with="eager"'
         ) from None
     try:
