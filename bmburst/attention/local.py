@@ -43,7 +43,10 @@ def _scoring(call: AttentionCall, tile: Tile) -> Scoring:
 
 
 def add_tiles(call: AttentionCall, tiles: Sequence[Tile], given: BackwardInputs, sums: Gradients) -> None:
-    """Add the gradients of tiles to `sums`, fp32 or wider; `given` and `sums` hold all tokens."""
+    """Add the gradients of tiles to `sums`; `given` and `sums` hold all tokens.
+
+    Sums of more than two terms must be in fp32 or wider, or they would be rounded at each term.
+    """
     for tile in tiles:
         shares = tile_backward(call, tile, given)
         for total, span, share in zip(sums, (tile.queries, tile.keys, tile.keys), shares, strict=True):
@@ -99,21 +102,26 @@ def _write_empty(part: Partial, queries: slice) -> None:
 def local_backward(
     call: AttentionCall, given: BackwardInputs, into: Gradients | None = None, *, tiles: Sequence[Tile] | None = None
 ) -> Gradients:
-    """Return the gradients of q, k and v, summed over several tiles in fp32 or wider; `into`, `tiles` as above."""
+    """Return the gradients of q, k and v, each sum rounded once; `into` and `tiles` as above."""
     tiles = call.tiles(0, 0) if tiles is None else tiles
     inputs = given.q, given.k, given.v
     if into is None:
         into = empty_gradients(*inputs)
-    if len(tiles) == 1:
-        (tile,) = tiles
-        spans = (tile.queries, tile.keys, tile.keys)
-        target = Gradients(*(cut(t, span) for t, span in zip(into, spans, strict=True)))
-        tile_backward(call, tile, given, target)
-        for gradient, span in zip(into, spans, strict=True):
-            if len(span) < gradient.shape[1]:
-                gradient[:, : span.start] = 0
-                gradient[:, span.stop :] = 0
+    if len(tiles) in (1, 2):  # the sum of two terms is rounded once in any dtype
+        first, *second = tiles
+        _write_tile(call, first, given, into)
+        add_tiles(call, second, given, into)
         return into
     sums = Gradients(*(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in inputs))
     add_tiles(call, tiles, given, sums)
     return deliver_gradients(sums, into)
+
+
+def _write_tile(call: AttentionCall, tile: Tile, given: BackwardInputs, into: Gradients) -> None:
+    """Write a tile's gradients, and zero for all other tokens."""
+    spans = (tile.queries, tile.keys, tile.keys)
+    tile_backward(call, tile, given, Gradients(*(cut(t, span) for t, span in zip(into, spans, strict=True))))
+    for gradient, span in zip(into, spans, strict=True):
+        if len(span) < gradient.shape[1]:
+            gradient[:, : span.start] = 0
+            gradient[:, span.stop :] = 0
