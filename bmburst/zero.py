@@ -396,7 +396,9 @@ def scatter(shard: NamedShard, full: Tensor, into: Tensor | ShardData = ShardDat
 def scatter_piece(shard: NamedShard, piece: Tensor, into: Tensor | ShardData = ShardData.WEIGHTS) -> None:
     """Write this rank's piece from a tensor of its own elements only: `scatter` without the full tensor."""
     if shard.count:
-        shard.local(into).copy_(piece)
+        own = shard.local(into)
+        # A copy between devices would convert on the host, in new memory that is not pinned.
+        own.copy_(piece if piece.device == own.device else piece.to(own.dtype))
         if into is ShardData.WEIGHTS and (kept := host_shard(shard.storage)):
             kept.version += 1
         # BMTrain gathers on its own stream, which must not start before the weights are written.

@@ -2,6 +2,7 @@
 
 import mmap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,6 +165,19 @@ def test_every_page_is_touched(count):
         slices = page_slices(size, count)
         touched = [byte for each in slices for byte in range(*each.indices(size))]
         assert touched == list(range(0, size, page)) and len(slices) <= count
+
+
+def test_memory_of_the_host_may_have_huge_pages_and_is_not_for_forks():
+    block, flags, is_there = host_block(1 << 22, None), [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(each, 16) for each in name.split("-"))
+            is_there = begin <= block.data_ptr() < end
+        elif is_there and name == "VmFlags:":
+            flags = values
+    assert "dc" in flags and "sh" not in flags  # shared memory has no huge pages by default
+    assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 5), (1 << 20,)])

@@ -41,16 +41,18 @@ class Beginning:
         made.end(imported)
         return made
 
-    def end(self, part: str, now: float | None = None) -> None:
-        """End a part, which began where the one before it ended.
+    def end(self, part: str, now: float | None = None) -> float:
+        """End a part, which began where the one before it ended, and return the seconds since then.
 
         Args:
             part: Its name.
             now: When it ended; None: now.
         """
         now = time.monotonic() if now is None else now
-        self._seconds[part] = self._seconds.get(part, 0.0) + max(now - self._last, 0.0)
+        seconds = max(now - self._last, 0.0)
+        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
         self._last = now
+        return seconds
 
     @property
     def seconds(self) -> Mapping[str, float]:

@@ -1,6 +1,7 @@
 """The trainer: builds model, data and optimizer of one rank, and runs training steps, evaluations and checkpoints."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -48,6 +49,7 @@ from bmburst.train.text import RunText, sequences_of, sequences_of_epochs
 
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
+_LONG = 10.0  # seconds of a part of the beginning that is shown when it ends
 
 
 def run(config: TrainConfig, beginning: Beginning | None = None, *, valid_for: int | None = None) -> str:
@@ -113,6 +115,7 @@ class Trainer:
         # Import after `start`: these modules import BMTrain.
         import bmtrain as bmt
 
+        from bmburst.blocks.model import initialize
         from bmburst.optim.adamw import build_optimizer
         from bmburst.optim.norms import GradientNorms
         from bmburst.optim.sums import GradientSums
@@ -127,7 +130,7 @@ class Trainer:
         config = config.with_parallel(zero_level=zero_level_for(config, self.mesh, bmt.config["local_size"]))
         recompute = recompute_for(config, self.mesh, bmt.config["local_size"])  # checks memory before reading the data
         self.config = config = config.replace(recompute=recompute)
-        self._beginning.end("ranks")
+        self._end("ranks")
         # Pinned memory and compiled kernels take long, so both begin before the data are read.
         memory, compiled = HostMemory(), compile_kernels(config, self.mesh, on_host=self.runtime.on_host)
         if not self.runtime.on_host:
@@ -147,9 +150,12 @@ class Trainer:
         )
         cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self._loader = Loader(cut, self.runtime.device, numbered=bool(config.lora.dropout))
-        self._beginning.end("data")
+        self._end("data")
         make_model = model_maker(config, self.mesh, memory, groups)
-        self.model = make_model(recompute=recompute, seed=config.seed, lora=config.lora if config.lora.is_on else None)
+        self.model = make_model(recompute=recompute, seed=None, lora=config.lora if config.lora.is_on else None)
+        self._end("model")
+        initialize(self.model, config.model, config.seed)
+        self._end("initial weights")
         self.optimizer = build_optimizer(
             self.model, config.optimizer, outward_ratio=config.lora.loraplus_lr_ratio, seed=config.seed
         )
@@ -160,9 +166,9 @@ class Trainer:
         self._monitor = StepMonitor(config, self.mesh, self.runtime)
         self.saves = RunSaves(config, self.model, self.optimizer, tokenizer, asked)
         self.steps_done = 0
-        self._beginning.end("model")
+        self._end("model")
         compiled()  # its allocations must not happen during the capture of a CUDA graph
-        self._beginning.end("kernels")
+        self._end("kernels")
 
     @property
     def is_main(self) -> bool:
@@ -208,7 +214,7 @@ class Trainer:
             self.batches.load_state_dict(progress.data)
             self.steps_done, self._monitor.skips.total = progress.step, progress.skipped
             self._monitor.scale.restore(progress.loss_scale)
-        self._beginning.end("weights")
+        self._end("weights")
 
     # A step, from the batch to the metrics
 
@@ -311,6 +317,12 @@ class Trainer:
 
     # A run
 
+    def _end(self, part: str) -> None:
+        """End a part of the beginning, and show it if it was long: the run may be stopped before its first step."""
+        seconds = self._beginning.end(part)
+        if self.is_main and seconds >= _LONG:
+            sys.stderr.write(f"{part}: {seconds:.0f} s\n")
+
     def train(self) -> str:
         """Train up to the last step, with evaluations and checkpoints, and write the results to the run folder.
 
@@ -332,7 +344,7 @@ class Trainer:
             stack.enter_context(held_back())
             stack.enter_context(self.saves)  # waits for the last one
             self.optimizer.prepare(after=self.model.host_memory.wait)
-            self._beginning.end("optimizer")
+            self._end("optimizer")
             while self.steps_done < config.steps and not monitor.stopped:
                 with timeline.step(self.steps_done + 1):
                     metrics = self.step()

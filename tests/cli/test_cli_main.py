@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -210,6 +211,8 @@ def test_training_starts_ranks_without_torch_and_steps_without_its_compiler(tmp_
         from bmburst.launch import handover
         def run_here(module, request, spec):
             assert spec.nproc == 1 and "torch" not in sys.modules
+            from bmburst.train import trainer
+            trainer._LONG = 0.0  # every part is shown when it ends
             return handover._call(module, request)
         handover.run_on_ranks = run_here
         assert main({[*map(str, words), "--nproc", "1"]}) == 0
@@ -218,9 +221,12 @@ def test_training_starts_ranks_without_torch_and_steps_without_its_compiler(tmp_
     done = run(code=textwrap.dedent(code), timeout=300)
     assert done.returncode == 0, done.stderr
     parts = json.loads((tmp_path / "run" / "summary.json").read_text())["beginning_seconds"]
-    assert [*parts] == ["imports", "ranks", "data", "model", "kernels", "weights", "optimizer", "first step"]
+    model = "model", "initial weights", "kernels", "weights", "optimizer"
+    assert [*parts] == ["imports", "ranks", "data", *model, "first step"]
     assert min(parts.values()) >= 0 and parts["imports"] > parts["kernels"] and parts["first step"] > 0
     says(done.stderr, "s to the end of the first step: imports", "first step", lines=99)
+    shown = [line.split(":")[0] for line in done.stderr.splitlines() if re.fullmatch(r"[a-z ]+: \d+ s", line)]
+    assert shown == ["ranks", "data", *model[:2], "model", *model[2:]]
     assert max(map(len, done.stderr.split("MFU")[1].splitlines()[:-1])) < 80  # the last line has the folder
 
 

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmburst.comm.host_memory import HostMemory, HostShard, ShardCopies
 from bmburst.train.config import OptimizerConfig, ParallelConfig
@@ -280,6 +281,31 @@ def test_halves_are_the_master_but_for_ties():
         off = (found.view(torch.int32) - bits)[~nan]
         is_tie = (low == 1 << 15)[~nan] & (weights.view(torch.int16) == high - (1 << 16 if high > 0x7FFF else 0))[~nan]
         assert torch.equal(off, -is_tie.to(torch.int32))
+
+
+class _FromElsewhere(TorchDispatchMode):
+    """Has the dtypes of both sides of each copy from another device. Such a copy is not made."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and args[0].device != args[1].device:
+            self.dtypes.append((args[1].dtype, args[0].dtype))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@on_program(2)
+def test_weights_go_to_host_memory_in_their_own_dtype(tmp_path):
+    """A copy from a GPU that converts does so on the host, in new memory for each matrix."""
+    made = trainer(tmp_path, "run", True, "bfloat16")
+    for shard in lazy.named_shards(made.model):
+        if shard.count:
+            with _FromElsewhere() as copies:
+                lazy.scatter(shard, torch.empty(shard.shape, dtype=torch.float32, device="meta"))
+            assert copies.dtypes == [(torch.bfloat16, torch.bfloat16)]
 
 
 def test_what_cannot_be_is_refused_before_work(tmp_path):
