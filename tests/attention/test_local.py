@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bmburst.attention.local import local_forward
+from bmburst.attention.local import local_backward, local_forward
 from bmburst.schedule.tiles import Span, Tile
-from bmburst_ops.flash import FULL, Partial, Segments
+from bmburst_ops.flash import FULL, BackwardInputs, Gradients, Partial, Segments
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.kernel import ReferenceKernel
 from tests.attention.oracle import draw
@@ -55,3 +55,27 @@ def test_results_are_dense_in_the_dtype_of_the_queries(tiles, dtype):
     q, k, v = (some_heads(torch.ones(2, n, 2, 8, dtype=dtype)) for n in (QUERIES, KEYS, KEYS))
     out, lse = local_forward(SimpleNamespace(kernel=HeadsFirst(), scale=0.3, softcap=None), q, k, v, tiles=tiles)
     assert out.is_contiguous() and out.dtype is dtype and lse.dtype is torch.float32
+
+
+class Shares(ReferenceKernel):
+    """A kernel whose gradients are one number for each call, the next one of some."""
+
+    def __init__(self, shares):
+        super().__init__()
+        self.shares = iter(shares)
+
+    def backward(self, given, scoring, *, deterministic, into=None):
+        del scoring, deterministic
+        share = next(self.shares)
+        targets = into or [torch.empty_like(t) for t in (given.q, given.k, given.v)]
+        return Gradients(*(target.fill_(share) for target in targets))
+
+
+@pytest.mark.parametrize("shares", [(1.0,), (1.0, 2**-7), (1.0, 2**-8, 2**-8)], ids=len)
+def test_sums_of_gradients_are_rounded_once(shares):
+    """1 + 2^-8 is 1 in bf16."""
+    q, k, v = (torch.ones(1, n, 2, 8, dtype=torch.bfloat16) for n in (QUERIES, KEYS, KEYS))
+    given = BackwardInputs(q, q, k, v, *[torch.zeros(1, 2, QUERIES)] * 2)
+    call = SimpleNamespace(kernel=Shares(shares), scale=0.3, softcap=None, deterministic=False)
+    for gradient in local_backward(call, given, tiles=WHOLE * len(shares)):
+        assert gradient.dtype is torch.bfloat16 and bool((gradient == sum(shares)).all())
