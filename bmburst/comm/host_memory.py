@@ -152,6 +152,7 @@ class HostShard:
         parameter: The storage's parameter, on the GPU.
         order: The index of its block in the order of the forward pass.
         memory: The source of pinned memory.
+        is_written: Whether the parameter has its numbers, which are then copied.
 
     Attributes:
         parameter: As above.
@@ -164,10 +165,14 @@ class HostShard:
         left: The event after the copy of the gradient to host memory.
     """
 
-    def __init__(self, parameter: torch.nn.Parameter, order: int, memory: HostMemory) -> None:
+    def __init__(
+        self, parameter: torch.nn.Parameter, order: int, memory: HostMemory, *, is_written: bool = True
+    ) -> None:
         self.parameter, self.order, self.device, self.version = parameter, order, parameter.device, 0
         self._memory = memory
-        self.weights = memory.tensor(parameter.data).copy_(parameter.data)
+        self.weights = memory.tensor(parameter.data)
+        if is_written:
+            self.weights.copy_(parameter.data)
         self.pieces: tuple[slice, ...] = (slice(None),)
         self.norms: Tensor | None = None
         self._gradient: Tensor | None = None
