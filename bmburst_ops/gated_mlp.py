@@ -9,7 +9,7 @@ Under activation checkpointing this costs no extra product. Backward reads only 
 the forward: callers pass `is_needed=False`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from bmburst_ops.linears import (
     LowRank,
     add_outputs,
     add_product,
+    inner_products,
     low_rank_backward,
     product,
     restored,
@@ -78,11 +79,31 @@ class _GatedMLP(torch.autograd.Function):
         return grad_x, *weights[:3], None, None, None, *weights[3:]
 
 
-def gate_and_up(states: Tensor, gate: Tensor, up: Tensor, terms: Sequence[LowRank | None]) -> tuple[Tensor, Tensor]:
-    """Return the outputs of gate and up for a chunk, `[rows, width]` each; see `gated_mlp`."""
-    results = linear(states, gate), linear(states, up)
-    add_outputs(results, states, terms[:2])
-    return results
+def gate_and_up(
+    states: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    terms: Sequence[LowRank | None],
+    keep: Callable[[Tensor], object] = lambda _: None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of gate and up for a chunk, `[rows, width]` each; see `gated_mlp`.
+
+    Args:
+        states: The chunk of the MLP's input, `[rows, features]`.
+        gate: See `gated_mlp`.
+        up: See `gated_mlp`.
+        terms: The low-rank terms of gate and up; further ones are not read.
+        keep: Called with gate's output before the kernels of up are launched, then with up's.
+    """
+    results = []
+    inners = inner_products(states, terms[:2])
+    for weight, term, inner in zip((gate, up), terms[:2], inners, strict=True):
+        result = linear(states, weight)
+        if term is not None and inner is not None:
+            term.add_output(result, inner)
+        keep(result)
+        results.append(result)
+    return results[0], results[1]
 
 
 def chunk_backward(

@@ -167,7 +167,7 @@ def test_every_page_is_touched(count):
         assert touched == list(range(0, size, page)) and len(slices) <= count
 
 
-def test_memory_of_the_host_may_have_huge_pages_and_is_not_for_forks():
+def test_memory_of_the_host_may_have_huge_pages_and_forks_do_not_copy_it():
     block, flags, is_there = host_block(1 << 22, None), [], False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()
@@ -176,7 +176,7 @@ def test_memory_of_the_host_may_have_huge_pages_and_is_not_for_forks():
             is_there = begin <= block.data_ptr() < end
         elif is_there and name == "VmFlags:":
             flags = values
-    assert "dc" in flags and "sh" not in flags  # shared memory has no huge pages by default
+    assert "wf" in flags and "sh" not in flags  # shared memory has no huge pages by default
     assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
 
 

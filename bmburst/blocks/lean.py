@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _EVERYTHING = Policy(attention=1.0)
 MLPOutputs = tuple[Tensor, Tensor]
 """The outputs of gate and up for a chunk of tokens, `[rows, intermediate_size]` each."""
-KeepOutputs = Callable[[MLPOutputs], None]
+KeepOutput = Callable[[Tensor], None]
 
 
 class GradientSums:
@@ -104,12 +104,13 @@ class BlockWork:
         self._is_ours = type(self._attention.attention) is BurstAttention
         self._groups = self._split_heads(count)
 
-    def forward(self, *, is_kept: bool = False, keep_outputs: KeepOutputs | None = None) -> Tensor:
+    def forward(self, *, is_kept: bool = False, keep_output: KeepOutput | None = None) -> Tensor:
         """Return the stream after the block. If attention's output is not kept for backward, it is overwritten.
 
         Args:
             is_kept: Whether a tape replays all of attention's results, which needs no queries, keys and values.
-            keep_outputs: Receives the outputs of gate and up of each chunk of tokens, in order.
+            keep_output: Receives the outputs of gate and up of each chunk of tokens, in order, each of them as soon as
+                its kernels are launched.
         """
         block = self._block
         is_new = self._is_ours and not is_keeping()  # another module may keep a reference to its output
@@ -121,12 +122,13 @@ class BlockWork:
             outputs = [whole]
         else:
             outputs = [self._attended(group, is_kept=is_kept and self._is_ours) for group in self._groups]
-        block.store.settle(MLP_OUTPUTS)  # the block before has copied them while attention ran
         result = outputs[0] if overwrites else torch.empty_like(self._stream)
         for at in self._chunks:
             added = self._attention.o_proj(_columns_of(outputs, at), keys=self._keys_at(at))
             stream, normed = block.post_attention_layernorm.of_stream(self._stream[at], added, block.factor)
-            added = self._fed_forward(normed, at, keep_outputs)
+            if at.start == 0:
+                block.store.settle(MLP_OUTPUTS)  # those of the block before, copied until here
+            added = self._fed_forward(normed, at, keep_output)
             torch.add(stream, added, alpha=block.factor, out=result[at])
         return result.view(self._shape)
 
@@ -143,7 +145,7 @@ class BlockWork:
             grad: The gradient of the stream after the block.
             parameters: Those of the block.
             tape: All of attention's results, rewound, if the block's forward was just recomputed.
-            mlp_outputs: What `keep_outputs` received in forward. They are overwritten. None: they are computed again.
+            mlp_outputs: What `keep_output` received in forward. They are overwritten. None: they are computed again.
         """
         sums = GradientSums(parameters, is_wide=len(self._chunks) > 1)
         grads = grad.view(self._stream.shape)
@@ -248,15 +250,15 @@ class BlockWork:
         turned = rotate(x.reshape(shape), cos, sin, back=back, out=None if out is None else out.view(shape))
         return turned.view(len(x), -1)
 
-    def _fed_forward(self, normed: Tensor, at: slice, keep_outputs: KeepOutputs | None) -> Tensor:
+    def _fed_forward(self, normed: Tensor, at: slice, keep_output: KeepOutput | None) -> Tensor:
         """Return the MLP's result for the chunk of tokens `at`, `[rows, hidden_size]`."""
         mlp, keys = self._block.mlp, self._keys_at(at)
-        if keep_outputs is None:
+        if keep_output is None:
             result: Tensor = mlp(normed[None], len(normed), keys)[0]
             return result
         gate, up = mlp.gate_proj, mlp.up_proj
-        outputs = gate_and_up(normed, gate.weight, up.weight, (gate.adapter(keys), up.adapter(keys)))
-        keep_outputs(outputs)
+        terms = gate.adapter(keys), up.adapter(keys)
+        outputs = gate_and_up(normed, gate.weight, up.weight, terms, keep_output)
         projected: Tensor = mlp.down_proj(swiglu(*outputs), keys=keys)
         return projected
 

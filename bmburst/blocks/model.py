@@ -128,7 +128,7 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
                 leaves = leaves_weights(stage.number, recomputes=recomputes, is_frozen=is_frozen)
                 later = LaterProducts() if leaves else None
                 return ShardedBlock(block, zero_level=zero_level, memory=memory, later=later)
-            made = StreamedBlock(block, copies, number, memory)
+            made = StreamedBlock(block, copies, number, memory, is_written=False)
             if number == 0:  # reserve memory for the weights of the other blocks and for all gradients
                 host_memory.prepare(made.shard_bytes() * (config.num_layers - 1))
                 host_memory.prepare(made.shard_bytes(trained=True) * config.num_layers)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bmburst.blocks.lean import BlockWork, KeepOutputs, MLPOutputs, whole_tape
+from bmburst.blocks.lean import BlockWork, KeepOutput, MLPOutputs, whole_tape
 from bmburst.errors import UserError
 from bmburst.recompute.checkpointing import Recomputation, Tape, recording
 from bmburst.recompute.host_store import MLP_OUTPUTS, OffloadGroup
@@ -49,7 +49,7 @@ class _RecomputedBlock(torch.autograd.Function):
         saved = () if ctx.segment or ctx.done.offload(hidden) else (hidden,)
         tape: Tape | None = ctx.done.tape
         with recording(tape) if tape else nullcontext():
-            result = BlockWork(block, hidden, batch).forward(keep_outputs=ctx.done.keep_outputs)
+            result = BlockWork(block, hidden, batch).forward(keep_output=ctx.done.keep_output)
         # Saved tensors are freed after this block's backward; attributes of ctx would live as long as the graph.
         ctx.counts = len(parameters), len(saved)
         ctx.save_for_backward(*parameters, *saved, *(tape.give_up() if tape and not ctx.segment else ()))
@@ -92,7 +92,7 @@ class _Pass:
         self.block, self.batch, policy = block, batch, block.recompute
         self._group = None if policy.offload == "nothing" else block.store.new_group()
         self._mlp_group: OffloadGroup | None = None
-        self._outputs: list[tuple[int, int]] = []  # numbers of gate's and up's outputs in the group, by chunk
+        self._outputs: list[int] = []  # numbers of gate's and up's outputs in the group, by chunk
         # A segment allows only one backward, so that it can free the kept results group by group.
         self.tape = Tape(policy, self._group, replays_once=policy.in_segment) if policy.attention else None
         self.recomputation = Recomputation(block.forward, self.tape)
@@ -117,22 +117,22 @@ class _Pass:
         return self._group.get(self._number)
 
     @property
-    def keep_outputs(self) -> KeepOutputs | None:
-        """The function that keeps the outputs of gate and up of each chunk of tokens, if the policy does."""
-        return self._put_outputs if self.block.recompute.offloads_mlp else None
+    def keep_output(self) -> KeepOutput | None:
+        """The function that keeps each output of gate and up of each chunk of tokens, if the policy does."""
+        return self._put_output if self.block.recompute.offloads_mlp else None
 
-    def _put_outputs(self, outputs: MLPOutputs) -> None:
+    def _put_output(self, output: Tensor) -> None:
         if self._mlp_group is None:
             self._mlp_group = self.block.store.new_group(MLP_OUTPUTS)
-        gate, up = outputs
-        self._outputs.append((self._mlp_group.put(gate), self._mlp_group.put(up)))
+        self._outputs.append(self._mlp_group.put(output))
 
     def kept_outputs(self) -> Iterator[MLPOutputs] | None:
         """Return the kept outputs of gate and up, chunk by chunk, whose copy to the GPU has begun; None if not kept."""
         group = self._mlp_group
         if group is None:
             return None
-        return ((group.get(gate), group.get(up)) for gate, up in self._outputs)
+        pairs = zip(self._outputs[::2], self._outputs[1::2], strict=True)
+        return ((group.get(gate), group.get(up)) for gate, up in pairs)
 
     def forward_again(self, hidden: Tensor) -> Tensor:
         """Return the stream after the block, and keep all of attention's results until its backward."""

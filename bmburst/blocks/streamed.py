@@ -29,12 +29,21 @@ class StreamedBlock(ShardedBlock):
         copies: Buffers and streams, shared by all blocks of a model.
         order: Index of the block in the model.
         memory: See `ShardedBlock`.
+        is_written: Whether the module's parameters have their numbers, which are then copied to host memory.
     """
 
-    def __init__(self, module: torch.nn.Module, copies: ShardCopies, order: int, memory: GatherMemory) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        copies: ShardCopies,
+        order: int,
+        memory: GatherMemory,
+        *,
+        is_written: bool = True,
+    ) -> None:
         super().__init__(module, zero_level=3, memory=memory)
-        self._copies = copies
-        self._shards = [HostShard(each, order, copies.memory) for each in self._storage_params.values()]
+        self._copies, storages = copies, self._storage_params.values()
+        self._shards = [HostShard(each, order, copies.memory, is_written=is_written) for each in storages]
         self._point_to_shards()
 
     def shard_bytes(self, *, trained: bool = False) -> list[int]:

@@ -15,6 +15,7 @@ have one stream for each direction, and the host waits for them only when it rea
 import contextlib
 import mmap
 import os
+import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 _TOUCHING = 16  # threads, at most: more of them wait for each other in the kernel
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux, which Python does not name
 _BUFFERS = 2
 """Number of blocks with shards on the GPU: BMTrain gathers from one while the other is copied."""
 
@@ -32,7 +34,7 @@ _BUFFERS = 2
 def host_block(size: int, device: int | None) -> Tensor:
     """Return mapped memory that is already paged in, all zero; pinned if a GPU is given.
 
-    Processes that this one forks do not have it.
+    It is all zero in a forked process: a fork would copy what is pinned, and later writes would copy the rest.
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
@@ -40,8 +42,9 @@ def host_block(size: int, device: int | None) -> Tensor:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} bytes") from error
-    if hasattr(mmap, "MADV_DONTFORK"):  # a fork would copy pinned pages, and later writes all others
-        memory.madvise(mmap.MADV_DONTFORK)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # the kernel is older
+            memory.madvise(_WIPE_ON_FORK)
     return paged_in(memory, device)
 
 
@@ -152,6 +155,7 @@ class HostShard:
         parameter: The storage's parameter, on the GPU.
         order: The index of its block in the order of the forward pass.
         memory: The source of pinned memory.
+        is_written: Whether the parameter has its numbers, which are then copied.
 
     Attributes:
         parameter: As above.
@@ -164,10 +168,14 @@ class HostShard:
         left: The event after the copy of the gradient to host memory.
     """
 
-    def __init__(self, parameter: torch.nn.Parameter, order: int, memory: HostMemory) -> None:
+    def __init__(
+        self, parameter: torch.nn.Parameter, order: int, memory: HostMemory, *, is_written: bool = True
+    ) -> None:
         self.parameter, self.order, self.device, self.version = parameter, order, parameter.device, 0
         self._memory = memory
-        self.weights = memory.tensor(parameter.data).copy_(parameter.data)
+        self.weights = memory.tensor(parameter.data)
+        if is_written:
+            self.weights.copy_(parameter.data)
         self.pieces: tuple[slice, ...] = (slice(None),)
         self.norms: Tensor | None = None
         self._gradient: Tensor | None = None

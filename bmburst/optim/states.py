@@ -24,6 +24,7 @@ SCALES = {MEAN: "exp_avg_scale", SQUARE: "exp_avg_sq_scale"}
 """Names of the scales of 8-bit moments."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 """Dtype of the moments in each type of state."""
+_AT_ONCE = 1 << 24  # weights that are copied to host memory at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,9 +138,25 @@ def initial_state(
     if weights.dtype == torch.bfloat16 and (with_weights or kind != "float32"):  # the rest of the fp32 master
         state[REMAINDER] = zeros(weights.shape, torch.int16)
     elif weights.dtype != torch.float32:
-        # cast to fp32 on the target device, to save GPU memory
-        state[MASTER] = zeros(weights.shape, torch.float32).copy_(weights.to(device))
+        state[MASTER] = zeros(weights.shape, torch.float32)
+        _copy_wide(weights, state[MASTER])
     return state
+
+
+def _copy_wide(weights: Tensor, master: Tensor) -> None:
+    """Copy weights to a master on any device. They are cast there, to save GPU memory, in pieces, to save the host's.
+
+    The host would page in new memory for each storage, which takes longer than the copy.
+    """
+    if weights.device == master.device:
+        master.copy_(weights)
+        return
+    numbers, size = weights.numel(), min(weights.numel(), _AT_ONCE)
+    staged = torch.empty(size, dtype=weights.dtype, device=master.device, pin_memory=weights.is_cuda)
+    for at in range(0, numbers, _AT_ONCE):
+        piece = staged[: min(_AT_ONCE, numbers - at)]
+        piece.copy_(weights.view(-1)[at : at + _AT_ONCE])
+        master.view(-1)[at : at + _AT_ONCE].copy_(piece)
 
 
 def moment(state: Mapping[str, Any], name: str, part: Part) -> Tensor:

@@ -5,7 +5,7 @@ created, the caller's stream waits for the copies, and the GPU memory is freed. 
 the group created before it: at most two groups are on the GPU, one in use and one being copied.
 
 Groups that are created at different moments of a block are in different chains: a group frees and prefetches groups of
-its own chain only. The outputs of a block's MLP are made at its end: the next block frees them after its attention.
+its own chain only. The outputs of a block's MLP are made at its end: the next block frees them before its own MLP.
 
 Pinned memory is divided into pieces of `PIECE` bytes. A piece is reused as soon as backward has read it or its group is
 deleted. So nothing is allocated after the first step, and tensors of different sizes share the pieces. (torch rounds

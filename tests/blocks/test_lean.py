@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmburst
 from bmburst.blocks import config as block_config
@@ -124,6 +125,37 @@ def test_a_block_that_saves_everything_prefetches_for_the_one_before(size):
         require_equal(step(config, policy, torch.float64, chunk=7), wanted, torch.float64, policy)
     both = ["MLP outputs", "block inputs"]
     assert fetched[0] == "hook" and sorted(fetched[1:3]) == both and fetched.count("hook") == 1
+
+
+class _Products(TorchDispatchMode):
+    """Appends the width of each product to a list."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::mm", "aten::addmm"):
+            self._seen.append(result.shape[-1])
+        return result
+
+
+@on_program(1)
+def test_outputs_of_the_mlp_have_time_to_leave():
+    """Gate's while up is computed, and both until the next block's gate."""
+    seen, put, release = [], OffloadGroup.put, OffloadGroup.release
+    config = tiny.config(hidden_size=24, intermediate_size=40, num_heads=4, num_kv_heads=2, head_dim=8)
+    model = lazy.Llama(config, recompute="block-keep-attention+offload-mlp-first-2")
+    ids = torch.arange(6)[None]
+    with pytest.MonkeyPatch.context() as patch, _Products(seen):
+        patch.setattr(OffloadGroup, "put", lambda group, tensor: seen.append("leaves") or put(group, tensor))
+        patch.setattr(OffloadGroup, "release", lambda group: seen.append("gone") or release(group))
+        model(ids, ids)
+    mlp = [40, "leaves", 40, "leaves", 24]
+    first, second = seen[: 4 + len(mlp)], seen[4 + len(mlp) :]
+    assert first[3:] == [24, *mlp]  # attention's output comes before
+    assert "gone" not in first and second[3:6] == [24, "gone", 40]
 
 
 SEGMENTS = (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bmburst.comm.host_memory import HostMemory, HostShard, ShardCopies
+from bmburst.comm.host_memory import HostMemory, HostShard, ShardCopies, host_block
 from bmburst.train.config import OptimizerConfig, ParallelConfig
 from bmburst_ops.host_adamw import Rates, joined, split
 from tests import lazy
@@ -281,6 +281,16 @@ def test_halves_are_the_master_but_for_ties():
         off = (found.view(torch.int32) - bits)[~nan]
         is_tie = (low == 1 << 15)[~nan] & (weights.view(torch.int16) == high - (1 << 16 if high > 0x7FFF else 0))[~nan]
         assert torch.equal(off, -is_tie.to(torch.int32))
+
+
+@on_program(2)
+def test_weights_that_nobody_has_written_are_not_copied():
+    memory = HostMemory(lambda size, device: host_block(size, device).fill_(5))
+    model = lazy.Llama(program.SHAPE, offload_weights=True, host_memory=memory, seed=None)
+    for layer in model.model.layers:
+        assert all((each.weights.view(torch.uint8) == 5).all() for each in layer._shards)
+    drawn = lazy.Llama(program.SHAPE, offload_weights=True, seed=0)
+    assert all(shard.local().abs().sum() > 0 for shard in lazy.named_shards(drawn) if shard.count)
 
 
 class _FromElsewhere(TorchDispatchMode):
