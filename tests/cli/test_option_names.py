@@ -90,3 +90,18 @@ def test_a_model_in_the_place_of_its_sizes(capsys, tmp_path):
     (tmp_path / "theirs.json").write_text('{"model": "Qwen/Qwen3-8B"}')
     assert main(["train", "--config", str(tmp_path / "theirs.json")]) == 2
     says(capsys.readouterr().err, "model: 'Qwen/Qwen3-8B' does not fit", "fix: init_from: 'Qwen/Qwen3-8B'", lines=3)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "--data", "a.jsonl", "--data", "b.jsonl"],
+        ["train", "--data=a.jsonl", "--data.source", "b.jsonl"],
+        ["train", "--data", "a.jsonl", "--data.validation", "b.jsonl", "--data.validation", "c.jsonl"],
+        ["eval", "--checkpoint", "tiny", "--data", "a.jsonl", "--data", "b.jsonl"],
+    ],
+    ids=" ".join,
+)
+def test_several_data_sets_are_not_the_last_one(capsys, argv):
+    assert main(argv) == 2
+    says(capsys.readouterr().err, "is given more than once", "fix: | YAML file | Mixtures", lines=3)
