@@ -44,6 +44,22 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "build-bmtrain": "build BMTrain from source for this Python and CUDA",
     }
 )
+_SOURCES = (("--data", "--data.source"), ("--data.validation",))
+"""Options of data, which users of other trainers repeat for several data sets."""
+_COMMANDS_ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "train": "sft dpo pretrain pt finetune fine-tune fit",
+        "generate": "chat infer inference predict complete",
+        "eval": "evaluate test validate",
+        "serve": "api deploy webchat",
+        "launch": "run",
+        "doctor": "env",
+        "data": "preprocess tokenize prepare",
+        "convert": "export merge merge-lora merge_lora",
+        "bench": "benchmark",
+    }
+)
+"""Our commands, and those of axolotl, LLaMA-Factory, ms-swift, TRL, torchtune, accelerate and vLLM that mean them."""
 TOGETHER: Mapping[str, str] = MappingProxyType(
     {
         "doctor": "machine",
@@ -132,23 +148,36 @@ class CommandParser(argparse.ArgumentParser):
         except UserError:  # a required option may be missing because its name was misspelled
             given = (word.partition("=")[0] for word in own if word.startswith("--"))
             if unknown := next((word for word in given if word not in self._option_string_actions), None):
-                raise self._unexpected(unknown) from None
+                raise self._unexpected(unknown, own) from None
             raise
         if rest:
-            raise self._unexpected(rest[0].partition("=")[0])
+            raise self._unexpected(rest[0], own)
+        names = [word.partition("=")[0] for word in own]
+        for same in _SOURCES:  # the last would replace the others
+            if sum(names.count(option) for option in same) > 1:
+                raise UserError(
+                    f"{same[0]} is given more than once\nallowed: one file or folder\n"
+                    "fix: list several sources in a YAML file: docs/data.md, Mixtures"
+                )
         return args
 
-    def _unexpected(self, word: str) -> UserError:
-        if not word.startswith("-") or word == "--":
-            return UserError(f"unexpected argument '{word}'\nfix: {self.prog} --help all lists every option")
+    def _unexpected(self, argument: str, given: Sequence[str]) -> UserError:
+        word, is_assigned, value = argument.partition("=")
         known: dict[str, str] = {}
         for option in self._option_string_actions:
             if option.startswith("--"):
                 # For an option with two spellings the message shows the first, as in help.
                 known.setdefault(option[2:].replace("-", "_"), option)
+        help_all = f"fix: {self.prog} --help all lists every option"
+        if not word.startswith("-") or word == "--":  # such as of `vllm serve MODEL`, `axolotl train FILE`, Hydra
+            place = "config" if word.endswith((".yaml", ".yml", ".json")) else "checkpoint"
+            meant = known.get((nearest_name(word, known) or "") if is_assigned else place)
+            is_free = meant is not None and meant not in given
+            fix = f"fix: {meant} {value if is_assigned else word}" if is_free else help_all
+            return UserError(f"unexpected argument '{argument}'\n{fix}")
         near = nearest_name(word.lstrip("-"), known)
         hint = f"; did you mean '{known[near]}'?" if near else ""
-        return UserError(f"unknown option '{word}'{hint}\nfix: {self.prog} --help all lists every option")
+        return UserError(f"unknown option '{word}'{hint}\n{help_all}")
 
 
 class _Help(argparse.Action):
@@ -374,6 +403,7 @@ def _unknown_command(command: str) -> UserError:
     listed = ", ".join(COMMANDS)
     if not command:
         return UserError(f"no command was given\ncommands: {listed}\nfix: bmburst train, or bmburst --help")
-    near = difflib.get_close_matches(command, COMMANDS, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
+    elsewhere = next((ours for ours, theirs in _COMMANDS_ELSEWHERE.items() if command.lower() in theirs.split()), None)
+    near = elsewhere or next(iter(difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.7)), None)
+    hint = f"; did you mean '{near}'?" if near else ""
     return UserError(f"unknown command '{command}'{hint}\ncommands: {listed}\nfix: give one of them, or bmburst --help")

@@ -23,7 +23,7 @@ from bmburst.train.schedule import learning_rate
 # Files that only a run that has trained leaves. Other files, such as the launcher's, may exist before.
 RUN_TRACES = (METRICS_FILE, "checkpoints")
 # Errors when writing metrics, plot and sample. Data, weights and checkpoints have their own messages.
-_CANNOT_WRITE = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+_CANNOT_WRITE = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EIO, errno.ESTALE)
 _NO_RUN = (LOCK_FILE, TRAINING_LOCK, f".{CONFIG_FILE}.")  # the last is written by a run that has the lock
 
 _LEFTOVER = 20.0  # seconds that ranks may outlive a launcher that was killed
@@ -128,9 +128,14 @@ def explaining_write_errors(folder: Path | None, config: TrainConfig | None = No
     try:
         yield
     except OSError as error:
-        if error.errno not in _CANNOT_WRITE:
+        is_gone = folder is not None and error.errno == errno.ENOENT and not folder.is_dir()
+        if error.errno not in _CANNOT_WRITE and not is_gone:
             raise
         fix = "change its permissions, or give another --output"
+        if is_gone:
+            fix = "leave the folder in its place until the run ends, and train again"
+        if error.errno in (errno.EIO, errno.ESTALE):
+            fix = "mount its file system again, or give another --output"
         if error.errno in FULL:
             fix = "make room" if folder is None else f"make room: {bytes_text(free_bytes(folder))} are free"
             if config is not None and config.checkpoint_every is not None:

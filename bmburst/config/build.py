@@ -28,6 +28,7 @@ from bmburst.config.fields import (
     nearest_name,
     number_text,
     optional_part,
+    shown,
     spec_of,
     type_hints,
     union_parts,
@@ -192,6 +193,8 @@ def _fields_of(cls: type, values: Mapping[str, Any], prefix: str = "") -> Iterat
             names = sorted((declared.name for declared in dataclasses.fields(inner)), key=lambda name: name not in own)
             allowed = f"{'none, or ' if none_allowed else ''}its fields, {prefix}{key}.*: {', '.join(names)}"
             fix = f"{key}: {{{names[0]}: ...}}, or another of its fields"
+            if isinstance(value, str) and (meant := nearest_name(head, objects - {head})):
+                fix = f"{meant}: {shown(value)}, if that is meant; else {fix}"
             raise with_fix(misfit(f"{prefix}{key}", value, allowed), fix)
 
 

@@ -359,7 +359,8 @@ _CONVERTERS: Mapping[Any, Callable[[Any], Any]] = types.MappingProxyType(
 )
 
 
-# Maps our name to the names in transformers, TRL, torchtitan, Megatron-LM, DeepSpeed, axolotl, LLaMA-Factory and vLLM.
+# Maps our name to the names in transformers, TRL, torchtitan, Megatron-LM, DeepSpeed, axolotl, LLaMA-Factory, ms-swift,
+# verl, OpenRLHF and vLLM.
 # A key has several names where commands differ; a command has one of them.
 _NAMES_ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
     {
@@ -375,33 +376,38 @@ _NAMES_ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("optimizer.offload_weights",): "offload_param offload_params param_offload",
         ("schedule.kind",): "lr_scheduler lr_scheduler_type lr_decay_style scheduler",
         ("schedule.warmup_steps",): "warmup num_warmup_steps lr_warmup_iters lr_warmup_steps",
-        ("schedule.warmup_fraction",): "warmup_ratio lr_warmup_fraction lr_warmup_ratio",
+        ("schedule.warmup_fraction",): "warmup_ratio lr_warmup_fraction lr_warmup_ratio lr_warmup_steps_ratio",
         ("schedule.decay",): "decay_type lr_decay_type lr_wsd_decay_style",
         ("schedule.decay_fraction",): "decay_ratio lr_decay_ratio",
         ("schedule.final_lr_fraction",): "min_lr min_lr_rate min_lr_ratio min_lr_factor lr_min",
         ("sequence_length", "tokens"): "seq seq_len seq_length seqlen max_length max_seq_length max_seq_len "
         "block_size cutoff_len context_length model_max_length max_model_len ctx context sequence_length sequence_len",
-        ("epochs",): "num_epochs num_train_epochs",
-        ("steps",): "max_steps max_iters train_iters train_steps total_steps",
+        ("epochs",): "num_epochs num_train_epochs total_epochs max_epochs",
+        ("steps",): "max_steps max_iters train_iters train_steps total_steps total_training_steps max_train_steps",
         ("batch_size", "batch"): "global_batch_size train_batch_size gradient_accumulation_steps gradient_accumulation "
         "grad_accum",
-        ("micro_batch_size",): "per_device_train_batch_size local_batch_size train_micro_batch_size_per_gpu",
+        ("micro_batch_size",): "per_device_train_batch_size local_batch_size train_micro_batch_size_per_gpu "
+        "micro_batch_size_per_gpu micro_train_batch_size",
         ("dtype",): "bf16 fp16 precision mixed_precision torch_dtype compute_dtype half",
-        ("recompute",): "gradient_checkpointing activation_checkpoint activation_checkpointing recompute_granularity",
+        ("recompute",): "gradient_checkpointing enable_gradient_checkpointing activation_checkpoint "
+        "activation_checkpointing recompute_granularity",
         ("init_from", "checkpoint"): "model_name model_name_or_path model_path base_model pretrained checkpoint model "
-        "load initial_load_path",
+        "load initial_load_path partial_pretrain",
         ("preset",): "model_name model_type arch flavor preset model_name_or_path model_path base_model",
-        ("output",): "output_dir output_path save save_dir save_path dump_folder",
-        ("checkpoint_every",): "save_steps save_interval save_every save_freq checkpoint_interval checkpoint_steps",
+        ("output",): "output_dir output_path save save_dir save_path dump_folder default_local_dir",
+        ("checkpoint_every",): "save_steps save_interval save_every save_freq save_strategy checkpoint_interval "
+        "checkpoint_steps",
         ("keep_checkpoints",): "save_total_limit keep_latest_k",
-        ("eval_every",): "eval_steps eval_interval eval_freq",
+        ("eval_every",): "eval_steps eval_interval eval_freq eval_strategy evaluation_strategy test_freq",
         ("eval_sequences",): "eval_iters max_eval_samples",
-        ("resume",): "resume_from_checkpoint resume_from auto_resume continue",
+        ("resume",): "resume_from_checkpoint resume_from auto_resume resume_mode continue",
         ("data", "data.source", "input"): "dataset datasets dataset_name dataset_path data_path train_file train_data "
-        "train_files training_data",
-        ("data.validation",): "eval_dataset test_datasets eval_file validation_file val_data valid_data",
+        "train_files training_data train_path",
+        ("data.validation",): "eval_dataset test_datasets eval_file validation_file val_data val_file val_files "
+        "val_dataset valid_data",
         ("data.held_out_fraction",): "val_set_size val_size validation_split",
-        ("data.columns", "columns"): "field_mapping message_property_mappings column_mapping",
+        ("data.columns", "columns"): "field_mapping message_property_mappings column_mapping prompt_key response_key",
+        ("data.messages_field", "messages_field"): "field_messages messages_key",
         ("data.learned_roles", "learned_roles"): "roles_to_train train_roles",
         ("data.tokenizer", "tokenizer"): "tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_model",
         ("data.chat_template", "chat_template"): "template chat_template_path",
@@ -415,10 +421,11 @@ _NAMES_ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("lora.modules_to_save",): "lora_modules_to_save additional_target",
         ("lora.loraplus_lr_ratio",): "lora_plus_lr_ratio",
         ("lora.init_from",): "lora_model_dir adapter_name_or_path lora_path",
-        ("nproc", "gpus"): "num_gpus n_gpus gpus ngpu nproc_per_node num_processes world_size devices ranks",
+        ("nproc", "gpus"): "num_gpus n_gpus n_gpus_per_node gpus ngpu nproc_per_node num_processes world_size "
+        "devices ranks",
         ("data_parallel", "parallel.data_parallel"): "dp data_parallel_size data_parallel_degree dp_size",
         ("sequence_parallel", "parallel.sequence_parallel"): "cp sp context_parallel context_parallel_size cp_size "
-        "context_parallel_degree sequence_parallel_size sequence_parallel_degree sp_size ring_degree",
+        "context_parallel_degree sequence_parallel_size sequence_parallel_degree sp_size ring_degree ring_attn_size",
         (
             "tensor_parallel",
             "parallel.tensor_parallel",
@@ -432,14 +439,18 @@ _NAMES_ELSEWHERE: Mapping[tuple[str, ...], str] = types.MappingProxyType(
             "parallel.head_parallel",
         ): "ulysses ulysses_degree ulysses_size ulysses_sequence_parallel_size",
         ("kernel", "parallel.kernel"): "attn_implementation attention_backend flash_attn attn attn_type",
-        ("parallel.zero_level",): "zero zero_stage stage",
+        ("parallel.zero_level",): "zero zero_stage deepspeed",
         ("parallel.zero_group",): "hybrid_shard sharding_strategy zero_hpz_partition_size mics_shard_size "
         "dp_replicate dp_replicate_size data_parallel_replicate_degree",
         ("max_new_tokens", "sample_tokens"): "max_tokens n_predict num_tokens new_tokens",
         ("num_samples",): "n num_return_sequences num_generations",
-        ("wandb",): "report_to wandb_project",
+        ("wandb",): "report_to wandb_project project_name",
+        ("wandb_name",): "run_name experiment_name",
     }
 )
+
+
+_ALIKE = 0.75  # of a misspelled name; below, words meet that only share letters, such as deepspeed and seed
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -458,7 +469,10 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     for ours, theirs in _NAMES_ELSEWHERE.items():
         if leaf in theirs.split() and (found := next((each for each in ours if each in known), None)):
             return found
-    by_leaf = {other.rpartition(".")[2]: other for other in known}
-    near = difflib.get_close_matches(name, known, n=1)
-    near = near or [by_leaf[each] for each in difflib.get_close_matches(leaf, by_leaf, n=1)]
-    return near[0] if near else None
+    if begun := next((other for other in known if other.startswith((f"{name.rstrip('.')}.", f"{name}_"))), None):
+        return begun
+    words = {other.rpartition(".")[2]: other for other in known}
+    if "." not in name:  # two names of a section are alike by it alone: optimizer.name and optimizer.state
+        words |= {other.replace(".", "_"): other for other in known}
+    near = difflib.get_close_matches(leaf, words, n=1, cutoff=_ALIKE)
+    return words[near[0]] if near else next((other for other in known if name.startswith(f"{other}.")), None)

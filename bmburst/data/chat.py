@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from bmburst.errors import UserError, first_line
 from bmburst.record_format import RecordFormat
 
 Mask = npt.NDArray[np.bool_]
-ANSWERS_VERSION = 6
+ANSWERS_VERSION = 7
 """Version of the rules that read records and find answers. Cached tokens of another version are made again."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPTION = "--chat-template NAME|FILE, in bmburst train --data.chat_template NAME|FILE"
@@ -76,13 +76,16 @@ class ChatTemplate:
         if file is not None:
             require_tokens(file, tokenizer.name, self.tokenizer)
 
-    def source(self, name: str, messages: tuple[Message, ...], tools: list[Any] | None) -> str:
+    def source(
+        self, name: str, messages: tuple[Message, ...], tools: list[Any] | None, variables: Mapping[str, Any]
+    ) -> str:
         """Return the source of the template for a conversation, which is another one with tools in some models.
 
         Args:
             name: Origin of the conversation for error messages.
             messages: From `read_messages`.
             tools: From `template_variables`.
+            variables: Further variables, from `template_variables`.
 
         Raises:
             UserError: The template does not read a part of the conversation that changes the text of others.
@@ -91,7 +94,7 @@ class ChatTemplate:
             chosen = str(self.tokenizer.get_chat_template(None, tools))
         except ValueError as error:  # several templates, and none is the default
             raise refusal(name, error) from error
-        if (part := unread(chosen, messages, tools)) is not None:
+        if (part := unread(chosen, messages, tools, variables)) is not None:
             raise UserError(
                 f"{name}: the chat template does not read {part}\n"
                 f"allowed: {', '.join(MESSAGE_KEYS)}, and what the template names\n"
@@ -180,7 +183,7 @@ class ChatTemplate:
         Raises:
             UserError: As `source` and `rendered`, or the final answer cannot be continued.
         """
-        self.source(name, messages, tools)
+        self.source(name, messages, tools, options)
         continues = messages[-1]["role"] == "assistant"
         how = {"add_generation_prompt": not continues, "continue_final_message": continues, "tools": tools, **options}
         joined = with_joined_parts(messages)
@@ -318,7 +321,7 @@ class RecordEncoder:
     def _conversation(self, record: Record) -> tuple[TokenIds, Mask, int]:
         """Return ids, mask of answers, and the bytes of the answers' text."""
         template, messages = self._template(record.name), record.messages or ()
-        chosen = template.source(record.name, messages, record.tools)
+        chosen = template.source(record.name, messages, record.tools, record.template_options)
         options = {**record.template_options, "tools": record.tools}
         if _MARKER.search(chosen) is None:
             text, spans = self._by_prefixes(template, record, options, self._learned_roles)

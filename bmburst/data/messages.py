@@ -279,23 +279,33 @@ def system_message(name: str, value: Mapping[str, Any]) -> tuple[Message, ...]:
     return ({"role": "system", "content": text},) if text else ()
 
 
-def unread(template: str, messages: tuple[Message, ...], tools: list[Any] | None) -> str | None:
+def unread(
+    template: str, messages: tuple[Message, ...], tools: list[Any] | None, variables: Mapping[str, Any]
+) -> str | None:
     """Return what of a conversation a chat template does not read, although it changes the text elsewhere; else None.
 
     Args:
         template: Source of the template.
         messages: From `read_messages`.
         tools: From `template_variables`.
+        variables: Further variables, from `template_variables`.
     """
     if tools and not _reads(template, "tools"):
         return "tools"
+    for name, value in variables.items():
+        if not _is_empty(value) and not _reads(template, name):
+            return f"'{name}' of chat_template_kwargs"
     for number, message in enumerate(messages, 1):
         for key, value in message.items():
-            if (key in MESSAGE_KEYS and key not in _MUST_BE_READ) or value in ("", [], {}):
+            if (key in MESSAGE_KEYS and key not in _MUST_BE_READ) or _is_empty(value):
                 continue
             if not any(_reads(template, word) for word in (REASONING if key in REASONING else (key,))):
                 return f"the key '{key}' of message {number}"
     return None
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value in ("", [], {})
 
 
 def _reads(template: str, word: str) -> bool:

@@ -66,6 +66,8 @@ UNSUPPORTED = {
     "labels": "marks of steps, or ids of tokens: keep the good answers as text, without the key",
     **dict.fromkeys(("functions", "function_call"), "the older format of tools: write them as tools and tool_calls"),
     "documents": 'write them as "chat_template_kwargs": {"documents": [...]}',
+    "enable_thinking": 'write it as "chat_template_kwargs": {"enable_thinking": ...}',
+    "objects": "places in images, for <ref-object> and <bbox> in messages; " + _ONLY_TEXT,
     **dict.fromkeys(("train", "loss"), "mark its messages, or give the record a weight; a column of notes: rename it"),
 }
 """Keys of a record that change the training of other libraries and have no equal here: what to do. They are refused."""

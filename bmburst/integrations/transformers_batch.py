@@ -94,9 +94,11 @@ def whole_batch(
             cannot be combined or contradict each other, or another key is unknown.
     """
     if input_ids is None or not _are_integers(input_ids) or input_ids.dim() != 2 or 0 in input_ids.shape:
+        is_batch = isinstance(input_ids, Mapping)  # of a collator or a tokenizer
+        fix = "part(**batch)" if is_batch else "call the tokenizer with return_tensors='pt'"
         raise UserError(
             f"input_ids must be token ids [batch, length], got {_kind(input_ids)}\n"
-            "allowed: a tensor of int64 with one token or more\nfix: call the tokenizer with return_tensors='pt'"
+            f"allowed: a tensor of int64 with one token or more\nfix: {fix}"
         )
     _require_known(others)
     require_numbers("input_ids", input_ids)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -238,11 +239,30 @@ def _complete_environment() -> None:
     if on_one_host:
         for name, value in stores.LOOPBACK_ONLY.items():
             os.environ.setdefault(name, value)
-    if rank == 0 and not _launcher_serves():
+    if world > 1 and _launcher_serves():
+        _require_address()
+    elif rank == 0:
         _serve_store(on_one_host)
     if on_one_host and not _launcher_serves():  # where rank 0 serves it
         os.environ["MASTER_ADDR"] = stores.LOOPBACK
     _has_joined = True
+
+
+def _require_address() -> None:
+    """Check that the name at which torchrun serves its store can be resolved; torch would try for half an hour.
+
+    It is what the first node calls itself, which other nodes and containers may not know.
+    """
+    address = os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(address, None)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:  # others may pass
+            raise UserError(
+                f"MASTER_ADDR is '{address}', the name of the first node, which this host cannot resolve\n"
+                "fix: torchrun --local-addr ADDRESS on the first node, with an address that other nodes reach; "
+                "or add the name to /etc/hosts"
+            ) from None
 
 
 def _serve_store(on_one_host: bool) -> None:

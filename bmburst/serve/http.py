@@ -43,6 +43,10 @@ _SERVED = (
     "fix: chat completions, by a client whose base_url ends with /v1"
 )
 """What to do about another path or method."""
+_WRONG_HOST = (
+    "the Host of the request is not this machine's loopback; allowed: localhost, 127.0.0.1 or [::1], as in "
+    "http://localhost:8000/v1; fix: ask at such an address, or start the server with --api-key-file"
+)
 _FINISH = {"length": "length", "stop": "stop", "eos": "stop"}
 
 
@@ -235,7 +239,7 @@ class _App:
         """
         if self._service.key is None:
             if not _is_local_name(request.headers.get("host", "")):
-                raise Refusal(403, "the Host of the request is not this machine's loopback", "wrong_host")
+                raise Refusal(403, _WRONG_HOST, "wrong_host")
             return
         given = request.headers.get("authorization", "").encode("utf-8", "replace")
         if not hmac.compare_digest(given, f"Bearer {self._service.key}".encode()):
@@ -402,7 +406,7 @@ def _line(value: Mapping[str, Any]) -> bytes:
 def _is_local_name(host: str) -> bool:
     """Return whether a Host header names loopback: `localhost`, `127.0.0.1:8000`, `[::1]:8000`."""
     name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-    if name == "localhost":
+    if name.lower().removesuffix(".") == "localhost":
         return True
     try:
         return ipaddress.ip_address(name).is_loopback

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bmburst.config.fields import shown
+from bmburst.config.files import parse_json
 from bmburst.errors import UserError
 from bmburst.inference.sampling import GenerationOptions, convert_option
 
@@ -141,16 +142,13 @@ def read_question(body: bytes, model: str, defaults: GenerationOptions) -> Quest
 def _read_object(body: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
-            raise ValueError("a key is given twice")
+            raise ValueError("holds a key twice")
         return dict(pairs)
 
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no number of JSON")
-
     try:
-        given = json.loads(body, object_pairs_hook=unique, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
-        raise Refusal(400, f"the body is not valid JSON: {str(error) or 'nested too deeply'}", "invalid_json") from None
+        given = parse_json(body, finite=True, pairs=unique)
+    except ValueError as error:
+        raise Refusal(400, f"the body {'; '.join(str(error).splitlines())}", "invalid_json") from None
     if not isinstance(given, dict):
         raise Refusal(400, f"the body is {shown(given)}; allowed: a JSON object", "invalid_json")
     return {name: value for name, value in given.items() if value is not None}

@@ -115,6 +115,21 @@ def test_a_full_disk_ends_a_rank_in_the_users_words(trained, as_rank, capsys, la
         says(refused(capsys, "train", "--output", "out"), *words)
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(errno.ENOENT, "No such file | in its place"), (errno.ESTALE, "Stale file handle | mount")],
+    ids=["removed", "of another server"],
+)
+def test_a_folder_that_is_lost_while_a_run_writes_is_named(trained, as_rank, capsys, code, words):
+    def lost(_):
+        Path("out").rename("elsewhere")
+        raise OSError(code, os.strerror(code), "out/metrics.jsonl")
+
+    trained.work = lost
+    as_rank(0, 1, launched=False)
+    says(refused(capsys, "train", "--output", "out"), "output out | cannot be written", words, "fix:")
+
+
 def test_a_folder_that_may_not_be_written_starts_nothing(launches, capsys, monkeypatch):
     def denied(*_):
         raise PermissionError(errno.EACCES, "Permission denied")

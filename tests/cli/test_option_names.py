@@ -41,6 +41,9 @@ from tests.refusals import says
         ("generate", "--model", "--checkpoint"),
         ("eval", "--dataset", "--data"),
         ("data", "--train-file", "--input"),
+        ("train", "--partial_pretrain", "--init-from"),
+        ("train", "--deepspeed", "--parallel.zero_level"),
+        ("train", "--save_strategy", "--checkpoint-every"),
     ],
 )
 def test_the_option_that_is_meant_is_named(capsys, command, given, meant):
@@ -53,4 +56,52 @@ def test_names_of_files_too():
     assert nearest_name("learning_rate", known) == "optimizer.lr"
     assert nearest_name("training.local_batch_size", known) == "micro_batch_size"
     assert nearest_name("optimizer.lrr", known) == "optimizer.lr"
-    assert nearest_name("frobnicate", known) is None
+    assert nearest_name("data.val_files", known) == "data.validation"
+    assert nearest_name("data.response_key", known) == "data.columns"
+    for none in ("frobnicate", "num_machines", "optimizer.name", "data.truncation", "data.balance_dp_token"):
+        assert nearest_name(none, known) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "fix"),
+    [
+        (["train", "sft.yaml"], "fix: --config sft.yaml"),
+        (["train", "model=tiny", "data=x"], "fix: --init-from tiny"),
+        (["serve", "tiny", "--port", "0"], "fix: --checkpoint tiny"),
+        (["generate", "--checkpoint", "tiny", "hello"], "fix: bmburst generate --help all"),
+        (["train", "a=b"], "fix: bmburst train --help all"),
+    ],
+    ids=str,
+)
+def test_an_argument_without_its_option_is_given_one(capsys, argv, fix):
+    assert main(argv) == 2
+    says(capsys.readouterr().err, "unexpected argument", fix, lines=2)
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"), [("sft", "train"), ("merge", "convert"), ("chat", "generate"), ("trian", "train")]
+)
+def test_commands_of_others_too(capsys, command, meant):
+    assert main([command]) == 2
+    says(capsys.readouterr().err, f"unknown command '{command}'; did you mean '{meant}'?", "fix:", lines=3)
+
+
+def test_a_model_in_the_place_of_its_sizes(capsys, tmp_path):
+    (tmp_path / "theirs.json").write_text('{"model": "Qwen/Qwen3-8B"}')
+    assert main(["train", "--config", str(tmp_path / "theirs.json")]) == 2
+    says(capsys.readouterr().err, "model: 'Qwen/Qwen3-8B' does not fit", "fix: init_from: 'Qwen/Qwen3-8B'", lines=3)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "--data", "a.jsonl", "--data", "b.jsonl"],
+        ["train", "--data=a.jsonl", "--data.source", "b.jsonl"],
+        ["train", "--data", "a.jsonl", "--data.validation", "b.jsonl", "--data.validation", "c.jsonl"],
+        ["eval", "--checkpoint", "tiny", "--data", "a.jsonl", "--data", "b.jsonl"],
+    ],
+    ids=" ".join,
+)
+def test_several_data_sets_are_not_the_last_one(capsys, argv):
+    assert main(argv) == 2
+    says(capsys.readouterr().err, "is given more than once", "fix: | YAML file | Mixtures", lines=3)

@@ -294,6 +294,8 @@ def test_ids_and_options() -> None:
         with refused("input_ids | token ids | [batch, length] | allowed: ") as caught:
             split.part(ids)  # type: ignore[arg-type]
         assert re.search(r"got (torch\.\w+ \[|list|NoneType)", str(caught.value))
+    with refused("input_ids | BatchEncoding | fix: part(**batch)"):
+        split.part(transformers.BatchEncoding({"input_ids": IDS}))  # type: ignore[arg-type]
     with refused("input_ids | -13 | allowed: at least 0 | -100 | labels"):
         split.part(-IDS)
     assert split.part(IDS.int()).input_ids.dtype == torch.int64

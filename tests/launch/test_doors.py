@@ -135,6 +135,16 @@ def test_a_taken_master_port_is_told_by_start_too(tmp_path):
     assert "UserError: " in done.stderr and f"port {port} " in done.stderr and f"process {os.getpid()} (" in done.stderr
 
 
+def test_a_name_of_the_first_node_that_another_does_not_know_is_one_message(tmp_path):
+    """torchrun gives the host name of the first node to the ranks of all; torch tries it for half an hour."""
+    environ = os.environ | {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": ""}
+    environ |= {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    done = run_python("-c", "import bmburst; bmburst.start()", cwd=tmp_path, env=environ, timeout=60)
+    message = done.stderr.rpartition("UserError: ")[2]
+    says(message, "MASTER_ADDR is 'no-such-host.invalid' | cannot resolve | fix: torchrun --local-addr")
+
+
 def test_a_process_that_one_of_a_single_rank_starts_is_a_job_of_its_own(tmp_path):
     launched = ("RANK", "WORLD", "LOCAL", "MASTER", "BMBURST")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(launched)}

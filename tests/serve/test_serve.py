@@ -195,9 +195,15 @@ def test_what_is_not_understood_is_refused_by_name(running: Served) -> None:
         assert found == status, (change, answer)
         assert answer["error"]["type"] == "invalid_request_error"
         assert "that line" not in says(answer["error"]["message"], words)
-    for body in (b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"n": 1, "n": 1}', b"{'a': 1}", b'{"top_p": NaN}'):
+    long_number = b'{"seed": ' + b"9" * 5000 + b"}"
+    for body, words in (
+        *((b"", "Expecting value"), (b"{", "Expecting property"), (b"[]", "object"), (b"\xff", "UTF-8 at byte 0")),
+        *((b"[" * 100_000, "too deeply"), (b'{"n": 1, "n": 1}', "twice"), (b"{'a': 1}", "line 1 column 2")),
+        *((b'{"top_p": NaN}', "NaN"), (long_number, "no float can hold")),
+    ):
         found, _, answer = running.raw("POST", "/v1/chat/completions", body)
         assert found == 400 and answer["error"]["code"] == "invalid_json", (body[:9], answer)
+        assert "sys." not in says(answer["error"]["message"], "the body", words)
     for method, path, status in (
         ("GET", "/v1/chat/completions", 405),
         ("POST", "/v1/completions", 404),
@@ -220,10 +226,12 @@ def test_what_is_not_understood_is_refused_by_name(running: Served) -> None:
 
 
 def test_pages_of_other_hosts_do_not_ask_by_a_browser(running: Served) -> None:
-    for host in ("127.0.0.1:1", "localhost", "[::1]:80"):
+    for host in ("127.0.0.1:1", "localhost", "[::1]:80", "LocalHost:1", "localhost.:1"):
         assert running.raw("GET", "/v1/models", host=host)[0] == 200
     for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil:80", "[::2]", ""):
         assert running.raw("GET", "/v1/models", host=host)[0] in (403, 400)
+    message = running.raw("GET", "/v1/models", host="my-machine:8000")[2]["error"]["message"]
+    says(message, "Host | allowed: localhost | fix: | --api-key-file")
 
 
 def test_parts_of_a_content_are_one_text(running: Served, generator: Generator) -> None:
