@@ -44,8 +44,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "build-bmtrain": "build BMTrain from source for this Python and CUDA",
     }
 )
-_SOURCES = (("--data", "--data.source"), ("--data.validation",))
-"""Options of data, which users of other trainers repeat for several data sets."""
+_SOURCE = ("--data", "--data.source")
+"""Spellings of the data's option, which users of other trainers repeat for several data sets."""
 _COMMANDS_ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "train": "sft dpo pretrain pt finetune fine-tune fit",
@@ -152,13 +152,11 @@ class CommandParser(argparse.ArgumentParser):
             raise
         if rest:
             raise self._unexpected(rest[0], own)
-        names = [word.partition("=")[0] for word in own]
-        for same in _SOURCES:  # the last would replace the others
-            if sum(names.count(option) for option in same) > 1:
-                raise UserError(
-                    f"{same[0]} is given more than once\nallowed: one file or folder\n"
-                    "fix: list several sources in a YAML file: docs/data.md, Mixtures"
-                )
+        if sum(word.partition("=")[0] in _SOURCE for word in own) > 1:  # the last would replace the others
+            raise UserError(
+                "--data is given more than once\nallowed: one file or folder\n"
+                "fix: list several sources in a YAML file: docs/data.md, Mixtures"
+            )
         return args
 
     def _unexpected(self, argument: str, given: Sequence[str]) -> UserError:

@@ -263,6 +263,8 @@ def add_options(
             groups[leaf.section] = parser.add_argument_group(titles.get(leaf.section, leaf.section))
         inner, _ = optional_part(leaf.annotation)
         flag: dict[str, Any] = {"nargs": "?", "const": "true"} if bool in union_parts(inner) else {}
+        if typing.get_origin(inner) is tuple:
+            flag["action"] = _OneList
         action = groups[leaf.section].add_argument(
             *_spellings(leaf, short.get(leaf.name)),
             dest=leaf.name,
@@ -275,6 +277,21 @@ def add_options(
             setattr(action, _COMMON, (list(common).index(leaf.name), common[leaf.name]))
         elif common:
             _hide(action)
+
+
+class _OneList(argparse.Action):
+    """Stores a list, and refuses a second one: it would replace the first."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        del parser
+        if hasattr(namespace, self.dest):
+            raise UserError(
+                f"{option_string} is given more than once\nallowed: one list\n"
+                f"fix: {option_string} {getattr(namespace, self.dest)},{values}"
+            )
+        setattr(namespace, self.dest, values)
 
 
 def hide_rare(parser: argparse.ArgumentParser, names: Collection[str]) -> None:

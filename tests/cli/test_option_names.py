@@ -97,7 +97,6 @@ def test_a_model_in_the_place_of_its_sizes(capsys, tmp_path):
     [
         ["train", "--data", "a.jsonl", "--data", "b.jsonl"],
         ["train", "--data=a.jsonl", "--data.source", "b.jsonl"],
-        ["train", "--data", "a.jsonl", "--data.validation", "b.jsonl", "--data.validation", "c.jsonl"],
         ["eval", "--checkpoint", "tiny", "--data", "a.jsonl", "--data", "b.jsonl"],
     ],
     ids=" ".join,
@@ -105,3 +104,9 @@ def test_a_model_in_the_place_of_its_sizes(capsys, tmp_path):
 def test_several_data_sets_are_not_the_last_one(capsys, argv):
     assert main(argv) == 2
     says(capsys.readouterr().err, "is given more than once", "fix: | YAML file | Mixtures", lines=3)
+
+
+@pytest.mark.parametrize("name", ["data.columns", "data.validation", "lora.targets"])
+def test_a_second_list_does_not_replace_the_first(capsys, name):
+    assert main(["train", f"--{name}", "a=b", f"--{name.replace('_', '-')}=c,d"]) == 2
+    says(capsys.readouterr().err, f"--{name.replace('_', '-')} is given more than once", "fix: | a=b,c,d", lines=3)
