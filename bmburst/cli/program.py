@@ -138,6 +138,14 @@ class CommandParser(argparse.ArgumentParser):
             raise self._unexpected(rest[0].partition("=")[0])
         return args
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Return the value of an option, also that of `--prompt=--`: argparse before Python 3.13 takes it for none."""
+        if not action.option_strings or arg_strings != ["--"]:
+            return super()._get_values(action, arg_strings)
+        value = self._get_value(action, "--")
+        self._check_value(action, value)
+        return [value] if action.nargs in (argparse.ONE_OR_MORE, argparse.ZERO_OR_MORE) else value
+
     def _unexpected(self, word: str) -> UserError:
         if not word.startswith("-") or word == "--":
             return UserError(f"unexpected argument '{word}'\nfix: {self.prog} --help all lists every option")
