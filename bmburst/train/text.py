@@ -90,7 +90,8 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
             short, cannot be read, or has token ids outside the model's vocabulary.
     """
     parts = parts_of(config) or [config]
-    if not config.data.validation:  # before the text is tokenized
+    is_new = config.resume is not True  # a run that began with settings without effect goes on
+    if is_new and not config.data.validation:  # before the text is tokenized
         data.require_messages(config.data.source, ((find_text(part), part.data) for part in parts))
     text = _check_source(config, cache)
     tokenizer = text.tokenizer_name if isinstance(text, data.TokenFile) else text.tokenizer.name
@@ -103,7 +104,8 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
     found += [(find_text(part), part.data) for part in parts]
     if all(unused_names(*each) for each in found):
         raise _without_names(config.data.source, text)
-    data.require_messages(config.data.source, found)
+    if is_new:
+        data.require_messages(config.data.source, found)
     return text
 
 

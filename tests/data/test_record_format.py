@@ -18,6 +18,8 @@ from bmburst.data.records import hold_records, read_records
 from bmburst.data.report import notes_of
 from bmburst.data.sources import find_sources
 from bmburst.record_format import RecordFormat
+from bmburst.train.config import DataConfig, TrainConfig
+from bmburst.train.text import check_text
 from tests import chat
 from tests.refusals import refused, says
 
@@ -101,6 +103,16 @@ def test_names_of_messages_are_refused_for_records_without_messages(tmp_path, ca
     assert main([command, *argv[command]]) == 2
     says(capsys.readouterr().err, f"x.jsonl | no record has messages | {name} | fix: leave {name} out")
     assert not (tmp_path / "o").exists()
+
+
+def test_a_run_that_began_with_names_without_effect_goes_on(tmp_path):
+    path = chat.write(tmp_path / "x.jsonl", *({"prompt": "a", "completion": each} for each in "bc"))
+    config = TrainConfig(data=DataConfig(source=str(path), learned_roles=("user",)), pack="documents", resume=True)
+    validated = replace(config.data, validation=(f"again={path}",))
+    for each in (config, config.replace(data=validated)):
+        check_text(each)
+        with refused("no record has messages | learned_roles"):
+            check_text(each.replace(resume=False))
 
 
 @pytest.mark.parametrize(
