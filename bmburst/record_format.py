@@ -5,7 +5,7 @@ RecordFormat(columns=("prompt=question", "completion=answer"))
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ COLUMNS = (
     *("system", "chosen", "rejected", "segments", "text", "tools", "chat_template_kwargs", "loss_mask", "weight"),
 )
 """Columns of a record that have a meaning."""
+_OF_MESSAGES = ("messages", "conversations", "prompt", "completion", "completions", "chosen", "rejected")
 _TEXT = "text"
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
 _DEFAULT_ROLES = ("assistant",)
@@ -87,6 +88,13 @@ class RecordFormat:
         return not self.renames and self.learned_roles == _DEFAULT_ROLES
 
     @property
+    def of_messages(self) -> tuple[str, ...]:
+        """The fields that are set and are for messages alone."""
+        given = {name: bool(getattr(self, name)) for name in ("role_field", "content_field", "roles")}
+        given["learned_roles"] = self.learned_roles != _DEFAULT_ROLES
+        return tuple(name for name, is_given in given.items() if is_given)
+
+    @property
     def names_text(self) -> bool:
         """Whether another field than the default holds the text."""
         return self.text_field != _TEXT
@@ -101,6 +109,22 @@ class RecordFormat:
     def _named_roles(self) -> Mapping[str, str]:
         return _pairs("roles", self.roles, "bot=assistant")
 
+    def unseen(self) -> tuple[set[str], set[str]]:
+        """Return names that messages of the data should have, their fields and roles, and the roles to learn."""
+        fields = {each for each in (self.role_field, self.content_field) if each is not None}
+        return fields | set(self._named_roles), set(self.learned_roles) - set(_DEFAULT_ROLES)
+
+    def seen(self, value: Any) -> Iterator[str]:
+        """Yield the keys and the roles of the messages in a row of the user, or in a part of it."""
+        if isinstance(value, list):
+            for each in value:
+                yield from self.seen(each)
+        elif isinstance(value, dict):
+            yield from value
+            role = _first(value, (self.role_field,) if self.role_field else _ROLE_KEYS)
+            if role is not None and isinstance(value[role], str):
+                yield value[role]
+
     def row(self, value: dict[str, Any]) -> dict[str, Any]:
         """Return a row with our names of columns, fields and roles; a column that another one replaces is left out."""
         if not self.renames:
@@ -109,7 +133,7 @@ class RecordFormat:
         ours = {mine: value[name] for mine, name in theirs.items() if value.get(name) is not None}
         left = {key: each for key, each in value.items() if key not in theirs and key not in theirs.values()}
         made = {**left, **ours}
-        for key in ("messages", "conversations", "prompt", "completion", "completions", "chosen", "rejected"):
+        for key in _OF_MESSAGES:
             if key in made:
                 made[key] = self._messages(made[key])
         return made

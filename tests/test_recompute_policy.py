@@ -25,6 +25,14 @@ def test_names_are_read_and_written(name):
     assert config.recompute == name
 
 
+@pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), torch.relu], ids=["module", "function"])
+def test_a_function_in_place_of_the_policy_is_named_by_its_type(given):
+    """As in torch's order of arguments: a module's text has a line for each of its layers."""
+    with refused(f"got {type(given).__name__}", "policy first", "fix: ", lines=2) as caught:
+        checkpoint(given, torch.ones(2))
+    assert "in_features" not in str(caught.value)
+
+
 def test_fields_are_the_same_as_names():
     fields = Policy(attention=0.5, offload="inputs", layers=3)
     for name in ("block-keep-attention:0.5+offload+first-3", "block-keep-attention:0.5+first-3+offload"):

@@ -65,7 +65,7 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
 
 def run_data(args: argparse.Namespace) -> int:
     """Write the token file, and print a summary of it."""
-    from bmburst.data import Text, tokenize, unused_names
+    from bmburst.data import Text, require_messages, tokenize, unused_names
     from bmburst.data.chat import RecordEncoder
     from bmburst.data.mixture import read_mixture
     from bmburst.data.records import hold_records
@@ -93,6 +93,7 @@ def run_data(args: argparse.Namespace) -> int:
             "--text-field for rows of JSONL\n"
             "allowed: JSONL of messages, of prompt and completion, or of text\nfix: correct or leave the option out"
         )
+    require_messages(args.input[0], [(text, form)])
     if args.output is None and args.show is None:
         raise UserError("neither --output nor --show is given\nfix: --output FILE, or --show 3 to see three samples")
     if args.show is not None:

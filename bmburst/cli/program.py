@@ -159,6 +159,14 @@ class CommandParser(argparse.ArgumentParser):
             )
         return args
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Return the value of an option, also that of `--prompt=--`: argparse before Python 3.13 takes it for none."""
+        if not action.option_strings or arg_strings != ["--"]:
+            return super()._get_values(action, arg_strings)
+        value = self._get_value(action, "--")
+        self._check_value(action, value)
+        return [value] if action.nargs in (argparse.ONE_OR_MORE, argparse.ZERO_OR_MORE) else value
+
     def _unexpected(self, argument: str, given: Sequence[str]) -> UserError:
         word, is_assigned, value = argument.partition("=")
         known: dict[str, str] = {}

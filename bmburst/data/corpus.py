@@ -6,7 +6,7 @@ This module opens a corpus as a token file: it tokenizes and caches text if need
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -17,7 +17,7 @@ from bmburst.amounts import bytes_text
 from bmburst.data.chat import ANSWERS_VERSION, RecordEncoder
 from bmburst.data.documents import have_fields, read_documents
 from bmburst.data.record import Reading
-from bmburst.data.records import DEFAULT, hold_groups, hold_records, read_records
+from bmburst.data.records import DEFAULT, hold_groups, hold_messages, hold_records, read_records
 from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources
 from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, is_token_file
 from bmburst.data.token_writer import Masked, write_masked_file, write_token_file
@@ -97,6 +97,30 @@ def unused_names(found: TokenFile | Text, form: RecordFormat) -> bool:
     if found.encoder is not None:
         return False
     return not form.is_default or (form.names_text and not have_fields(found.files))
+
+
+def require_messages(name: str | Path, found: Iterable[tuple[TokenFile | Text, RecordFormat]]) -> None:
+    """Check that settings for messages have an effect in one of several sources, if all of them hold records.
+
+    Args:
+        name: Name of the data, for the message.
+        found: The sources, each with its names of fields and roles.
+
+    Raises:
+        UserError: Roles or names of fields of messages are given, and no source has messages.
+    """
+    given: dict[str, None] = {}
+    for text, form in found:
+        if isinstance(text, TokenFile) or text.encoder is None or hold_messages(text.files, form):
+            return
+        given |= dict.fromkeys(form.of_messages)
+    if given:
+        names = ", ".join(given)
+        raise UserError(
+            f"data {name}: no record has messages, and {names} is for messages\n"
+            "allowed: records of messages, or of a prompt and a completion as lists of messages\n"
+            f"fix: leave {names} out, or write messages"
+        )
 
 
 def find_token_file(source: str | Path, tokenizer: str | None) -> TokenFile | None:

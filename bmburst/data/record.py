@@ -64,17 +64,20 @@ class Reading:
         columns: Number of records with each column that has no effect.
         left_out: Number of records that are left out, by reason.
         echoes: Number of answers to a text that begin with this text, so that a sequence has it twice.
+        names: Names of fields and of roles of messages that are given and that no message has.
     """
 
     def __init__(self) -> None:
         self.columns: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self.echoes = 0
+        self.names: set[str] = set()
 
     def notes(self) -> dict[str, Any]:
-        """Return both as plain values, without what is empty."""
+        """Return all as plain values, without what is empty."""
         columns = sorted(self.columns)[:_MOST_COLUMNS]
-        found = {"columns": columns, "left_out": dict(self.left_out), "echoes": self.echoes}
+        found: dict[str, Any] = {"columns": columns, "left_out": dict(self.left_out), "echoes": self.echoes}
+        found["names"] = sorted(self.names)
         return {key: value for key, value in found.items() if value}
 
 

@@ -96,6 +96,23 @@ def hold_groups(files: Sequence[SourceFile], form: RecordFormat) -> bool:
     return "completions" in _first_keys(files, form)
 
 
+def hold_messages(files: Sequence[SourceFile], form: RecordFormat) -> bool:
+    """Return whether a file contains records of messages, by its first line; errors as in `hold_records`."""
+    return any(
+        isinstance(value, dict) and _have_messages(form.row(value))
+        for file in files
+        if file.kind != "text"
+        for _, value in first_row(file)
+    )
+
+
+def _have_messages(row: Mapping[str, Any]) -> bool:
+    parts = (row.get(key) for key in ("prompt", "completion", "completions", "chosen", "rejected"))
+    of_parts = (each for part in parts for each in (part if isinstance(part, list) else [part]))
+    of_lists = (each for part in of_parts for each in (part if isinstance(part, list) else [part]))
+    return bool({"messages", "conversations", "instruction"} & set(row)) or any(isinstance(e, dict) for e in of_lists)
+
+
 def _first_keys(files: Sequence[SourceFile], form: RecordFormat) -> set[str]:
     for file in files:
         if file.kind == "text":
@@ -132,14 +149,17 @@ def read_records(
     first: AnyRecord | None = None
     reading = reading or Reading()
     missing = {*form.theirs.values(), *([form.text_field] if form.names_text else [])}
+    of_messages, to_learn = form.unseen()
 
     def converted(name: str, value: Any) -> tuple[AnyRecord, T]:
         if isinstance(value, dict):
             missing.difference_update(value)
+            of_messages.difference_update(form.seen([*value.values()]) if of_messages else ())
             replaced = form.theirs.keys() & value.keys() - set(form.theirs.values())
             reading.columns.update(key for key in replaced if value[key] is not None)
             value = _renamed(name, value, form)
         record = _record(name, value, form.text_field, reading)
+        to_learn.difference_update(_roles(record) if to_learn else ())
         return record, check(record)
 
     for file in files:
@@ -168,6 +188,7 @@ def read_records(
                     reading.left_out["weight 0"] += 1
         except OSError as error:
             raise unreadable(file.name, error) from error
+    reading.names = of_messages | to_learn
     if missing:
         raise UserError(
             f"no record has the column {', '.join(map(repr, sorted(missing)))}, which the options name\n"
@@ -175,6 +196,15 @@ def read_records(
             "fix: correct --columns, --messages-field or --text-field, in bmburst train --data.columns, "
             "--data.messages_field or --data.text_field"
         )
+
+
+def _roles(record: AnyRecord) -> Iterator[str]:
+    """Yield the roles of the messages of a record."""
+    if isinstance(record, Record):
+        answers: tuple[Record, ...] = (record,)
+    else:
+        answers = record.records if isinstance(record, Group) else (record.chosen, record.rejected)
+    return (message["role"] for each in answers for message in each.messages or ())
 
 
 def _renamed(name: str, value: dict[str, Any], form: RecordFormat) -> dict[str, Any]:

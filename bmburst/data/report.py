@@ -79,6 +79,8 @@ def notes_of(file: TokenFile) -> Iterator[str]:
     if columns := file.notes.get("columns"):
         more = f" and {len(columns) - _COLUMNS:,} more" if len(columns) > _COLUMNS else ""
         yield f"columns without effect: {', '.join(columns[:_COLUMNS])}{more}"
+    if names := file.notes.get("names"):
+        yield f"names without effect, which no message has: {', '.join(names)}"
     if echoes := file.notes.get("echoes"):
         what = "answers begin" if echoes != 1 else "answer begins"
         yield f"repeated: {echoes:,} {what} with the whole text of the prompt, which is then there twice"

@@ -75,7 +75,8 @@ class TokenFile:
         mask_checksum: Checksum of the loss mask and the weights; None without a mask.
         weights: float64 `[documents]`, memory-mapped: factor of the losses of each document's tokens; None: 1.
         notes: What was found while the text was read: "columns", the names of those without effect, "left_out", the
-            number of records by reason, and "echoes", the number of answers that begin with their prompt.
+            number of records by reason, "echoes", the number of answers that begin with their prompt, and "names",
+            those of fields and roles that no message has.
         checksum: Checksum of the tokens (`bmburst.checksum.text_of`); None in the earliest files.
     """
 

@@ -132,11 +132,16 @@ class Policy:
         "+offload-attention-first-6" and "+offload-mlp-first-20".
 
         Raises:
-            UserError: The name is unknown, its fraction is not between 0 and 1, its layers are not an integer >= 1, or
-                its options exclude each other.
+            UserError: It is a function, the name is unknown, its fraction is not between 0 and 1, its layers are not an
+                integer >= 1, or its options exclude each other.
         """
         if isinstance(name, Policy):
             return name
+        if callable(name):  # as in torch's order of arguments; the text of a module has hundreds of lines
+            raise UserError(
+                f"a recompute policy is text or a Policy, got {type(name).__name__}, which can be called\n"
+                "fix: the policy first, checkpoint('block-keep-attention', function, ...)"
+            )
         if name == AUTO:
             raise UserError(
                 "recompute policy 'auto' depends on the memory of a step, which is not known here\n"

@@ -16,7 +16,15 @@ from bmburst.amounts import short
 from bmburst.blocks.dtypes import dtype_of
 from bmburst.checkpoint.files import STATE_FILE, note_bytes, own_tokenizer, verified, verified_together, warn
 from bmburst.checkpoint.sharded_files import require_same
-from bmburst.data import TokenFile, evaluation_batches, find_corpus, open_corpus, require_cache, unused_names
+from bmburst.data import (
+    TokenFile,
+    evaluation_batches,
+    find_corpus,
+    open_corpus,
+    require_cache,
+    require_messages,
+    unused_names,
+)
 from bmburst.data.batches import Sequences
 from bmburst.data.mixture import MixedFiles, Source, mixed, shares_of, sources_of
 from bmburst.data.whole_documents import pack_sequences
@@ -247,10 +255,11 @@ def check_inputs(config: EvalConfig) -> EvaluatedModel:
     tuned = find_adapter(config, given, partial(verified, say=warn))
     model = read_model(config, given, tuned)
     directory, tokenizer, _ = model
-    has_records, uses_names, is_new = False, False, False
+    has_records, uses_names, is_new, found = False, False, False, []
     for source in sources_of(config.data):
         text = find_corpus(source.path, tokenizer, form=source.form(config), chat_template=config.chat_template)
-        uses_names = uses_names or not unused_names(text, source.form(config))
+        found.append((text, source.form(config)))
+        uses_names = uses_names or not unused_names(*found[-1])
         if not isinstance(text, TokenFile):
             is_new = True
             has_records = has_records or text.encoder is not None
@@ -261,6 +270,7 @@ def check_inputs(config: EvalConfig) -> EvaluatedModel:
             "roles are given\nallowed: JSONL of messages, of prompt and completion, or of text\n"
             "fix: leave them out, or correct --data"
         )
+    require_messages(config.data, found)
     _open(config, tokenizer, say_left_out, progress=True).require_vocab(model.config.vocab_size, config.data)
     if tokenizer is None and is_new:
         note_bytes(directory, "--tokenizer")

@@ -89,14 +89,23 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
         UserError: The tokenizer or one of its files cannot be read, the cache is not writable, or the text is too
             short, cannot be read, or has token ids outside the model's vocabulary.
     """
+    parts = parts_of(config) or [config]
+    is_new = config.resume is not True  # a run that began with settings without effect goes on
+    if is_new and not config.data.validation:  # before the text is tokenized
+        data.require_messages(config.data.source, ((find_text(part), part.data) for part in parts))
     text = _check_source(config, cache)
     tokenizer = text.tokenizer_name if isinstance(text, data.TokenFile) else text.tokenizer.name
     validation = validation_of(config, tokenizer)
     for part in validation.values():
         _check_validation(part, cache)
-    all_parts = (part for each in (config, *validation.values()) for part in parts_of(each) or [each])
-    if validation and all(unused_names(find_text(part), part.data) for part in all_parts):
+    if not validation:
+        return text
+    found = [(find_text(each), each.data) for part in validation.values() for each in parts_of(part) or [part]]
+    found += [(find_text(part), part.data) for part in parts]
+    if all(unused_names(*each) for each in found):
         raise _without_names(config.data.source, text)
+    if is_new:
+        data.require_messages(config.data.source, found)
     return text
 
 

@@ -30,6 +30,9 @@ def command(monkeypatch):
     def configure(parser):
         parser.add_argument("--count", type=int)
         parser.add_argument("--dry-run", action="store_true")
+        parser.add_argument("--name")
+        parser.add_argument("--names", nargs="+")
+        parser.add_argument("--maybe", nargs="?", const="true")
 
     module.configure = configure
     module.run = lambda _: 0
@@ -99,6 +102,14 @@ def test_bad_options(argv, words, command, capsys):
     text = refused(capsys, "check", *argv)
     assert text.startswith("bmburst check: ")
     says(text, words, "bmburst check --help all")
+
+
+def test_two_dashes_as_a_value(command, capsys):
+    seen = []
+    command(lambda args: seen.append((args.name, args.names, args.maybe)) or 0)
+    assert main(["check", "--name=--", "--names=--", "--maybe=--"]) == 0
+    assert seen == [("--", ["--"], "--")]
+    says(refused(capsys, "check", "--count=--"), "--count -- | whole number")
 
 
 def test_a_value_that_is_none_of_the_allowed_names_the_nearest(capsys):

@@ -10,14 +10,18 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from bmburst.data import load_tokenizer, open_corpus
+from bmburst.cli.program import main
+from bmburst.data import find_corpus, load_tokenizer, open_corpus, require_messages
 from bmburst.data.chat import RecordEncoder
 from bmburst.data.record import Record
 from bmburst.data.records import hold_records, read_records
+from bmburst.data.report import notes_of
 from bmburst.data.sources import find_sources
 from bmburst.record_format import RecordFormat
+from bmburst.train.config import DataConfig, TrainConfig
+from bmburst.train.text import check_text
 from tests import chat
-from tests.refusals import refused
+from tests.refusals import refused, says
 
 TALK = chat.conversation("hi", "ok", "more", "yes")
 WEIRD = [{"who": ("client", "bot")[at % 2], "said": each["content"]} for at, each in enumerate(TALK)]
@@ -82,6 +86,77 @@ def test_names_are_mapped(tmp_path, line, names, same):
 def test_a_name_that_the_data_do_not_have_is_refused(tmp_path, line, names, words):
     with refused(words, "fix: "):
         read(chat.write(tmp_path / "x.jsonl", line), **names)
+
+
+OF_MESSAGES = {"role_field": "who", "content_field": "said", "roles": ROLES, "learned_roles": ("user",)}
+
+
+@pytest.mark.parametrize("name", OF_MESSAGES)
+@pytest.mark.parametrize("command", ["data", "train"])
+def test_names_of_messages_are_refused_for_records_without_messages(tmp_path, capsys, command, name):
+    path, value = chat.write(tmp_path / "x.jsonl", {"prompt": "a", "completion": "b"}), ",".join([*OF_MESSAGES[name]])
+    value = OF_MESSAGES[name] if isinstance(OF_MESSAGES[name], str) else value
+    argv = {
+        "data": [f"--input={path}", f"--output={tmp_path / 'o'}", f"--{name}={value}"],
+        "train": [f"--data={path}", f"--output={tmp_path / 'o'}", "--nproc=1", f"--data.{name}={value}"],
+    }
+    assert main([command, *argv[command]]) == 2
+    says(capsys.readouterr().err, f"x.jsonl | no record has messages | {name} | fix: leave {name} out")
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_run_that_began_with_names_without_effect_goes_on(tmp_path):
+    path = chat.write(tmp_path / "x.jsonl", *({"prompt": "a", "completion": each} for each in "bc"))
+    config = TrainConfig(data=DataConfig(source=str(path), learned_roles=("user",)), pack="documents", resume=True)
+    validated = replace(config.data, validation=(f"again={path}",))
+    for each in (config, config.replace(data=validated)):
+        check_text(each)
+        with refused("no record has messages | learned_roles"):
+            check_text(each.replace(resume=False))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"messages": TALK},
+        {"instruction": "a", "output": "b"},
+        {"prompt": TALK[:1], "completion": TALK[1:2]},
+        {"prompt": TALK[:1], "completions": ["b", TALK[1], TALK[1:2]]},
+        {"conversations": [{"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"}, "rejected": "c"},
+    ],
+    ids=str,
+)
+def test_messages_beside_records_without_them_have_names(tmp_path, line):
+    """In several files, and in several sources: an option is for all of a run's data."""
+    form = RecordFormat(learned_roles=("user", "assistant"))
+    other, path = chat.write(tmp_path / "x.jsonl", {"prompt": "a", "completion": "b"}), tmp_path / "y.jsonl"
+    chat.write(path, line)
+    folder = str(chat.directory(tmp_path / "t"))
+    alone = [(find_corpus(each, folder, form=form), form) for each in (other, path)]
+    require_messages("data", [(find_corpus([other, path], folder, form=form), form)])
+    require_messages("data", alone)
+    with refused("data: no record has messages", "learned_roles"):
+        require_messages("data", alone[:1])
+
+
+@pytest.mark.parametrize(
+    ("line", "names", "unseen"),
+    [
+        ({"messages": TALK}, {"learned_roles": ("assistant", "usr")}, ["usr"]),
+        ({"messages": TALK}, {"learned_roles": ("assistant", "user"), "roles": ("user=user",)}, []),
+        ({"messages": TALK}, {"role_field": "who", "content_field": "content"}, ["who"]),
+        ({"dialog": WEIRD}, {**MAPPED, "roles": (*ROLES, "system=system")}, ["system"]),
+        ({"prompt": TALK[:1], "completions": [TALK[1:2]]}, {"learned_roles": ("tool", "assistant")}, ["tool"]),
+    ],
+    ids=str,
+)
+def test_names_that_no_message_has_are_reported(tmp_path, line, names, unseen):
+    path, folder = chat.write(tmp_path / "x.jsonl", line, line), str(chat.directory(tmp_path / "t"))
+    file = open_corpus(path, folder, tmp_path / "cache", form=RecordFormat(**names))
+    assert file.notes.get("names", []) == unseen
+    shown = [each for each in notes_of(file) if each.startswith("names without effect")]
+    assert len(shown) == bool(unseen)
+    says("".join(shown), " | ".join(unseen))
 
 
 @pytest.mark.parametrize(
