@@ -115,10 +115,3 @@ def test_prompts_become_longer_until_trl_alone_is_out_of_memory():
     text = grpo.table({**options, "rows": rows, "completions_of_a_rank": 2, "machine": {"device": "H200"}})
     assert "| 1K, split | 2.000 | 1.00 | 4.0 | 0.5000 |" in text and "| 2K, trl | - | - | - | - |" in text
     assert "2K, trl: CUDA out of memory" in text
-
-
-@pytest.mark.long
-def test_values_narrower_than_keys_are_measured_on_two_ranks(tmp_path):
-    found, _ = measured(tmp_path, 2, "widths", "--kernels", "auto", "--strategies", "heads,ring")
-    assert found["tokens"] == 128 and [row["strategy"] for row in found["rows"]] == ["heads", "ring"]
-    assert all(row["own, ms"] > 0 for row in found["rows"])
