@@ -31,5 +31,5 @@ def measured(folder, ranks, *words):
         run_script(folder, ranks, words)
     else:
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0 and done.stdout.endswith(path.with_suffix(".md").read_text()), done.stderr
     return json.loads(path.read_text()), path.with_suffix(".md").read_text()

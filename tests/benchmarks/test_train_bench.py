@@ -334,7 +334,7 @@ def test_the_same_command_starts_nothing_more(run, monkeypatch):
         (("--ranks", "2", "--preset", "llama-3-9b"), "'llama-3-9b' | 'llama-3-8b'"),
         (("--ranks", "2", "--methods", "ulises"), "'ulises' | 'ulysses'"),
         (("--ranks", "2", "--layers", "0"), "--layers 0 | allowed: "),
-        (("--ranks", "2", "--tokens", "101"), "--tokens 101 | 2 ranks"),
+        (("--ranks", "2", "--tokens", "102"), "--tokens 102 | 2 ranks"),
         (("--ranks", "2", "--preset", "llama-3-8b", "--layers", "33"), "--layers 33 | 1 to 32"),
         (("--ranks", "2", "--heads", "4"), "--heads | bench attention"),
         (("--ranks", "2", "--recompute", "all"), "recompute | 'all' | known: "),

@@ -38,7 +38,8 @@ def write(path, values):
 
 def test_names_are_those_of_the_parts_that_take_them():
     assert choices(ParallelConfig, "layout") == choices(EvalConfig, "layout") == set(LAYOUTS)
-    assert choices(TrainConfig, "pack") == set(PACKS) and TrainConfig().pack == PACKS[0] == "stream"
+    assert choices(TrainConfig, "pack") == set(PACKS) > choices(EvalConfig, "pack") == {"stream", "documents"}
+    assert TrainConfig.pack == EvalConfig.pack == PACKS[0] == "stream"
     assert choices(ParallelConfig, "strategy") == set(STRATEGIES)
     assert choices(ParallelConfig, "kernel") == set(KERNEL_NAMES)
     assert choices(ParallelConfig, "transport") == set(TRANSPORTS) - {"threads"}
@@ -298,20 +299,24 @@ BALANCED = {"parallel.layout": "balanced"}
 @pytest.mark.parametrize(
     ("options", "words", "fine"),
     [
-        ({"pack": "document"}, "pack | 'document' | 'documents' | stream", {"pack": "documents"}),
-        (DYNAMIC | {"pack": "documents"}, "dynamic | documents", {"pack": "stream"}),
-        (DYNAMIC | {"pack": "documents"}, "dynamic | documents", {"model.rope_scaling.kind": "linear"}),
+        ({"pack": "document"}, "pack | 'document' | 'documents' | stream", [{"pack": "documents"}]),
+        (
+            DYNAMIC | {"pack": "documents"},
+            "dynamic | documents",
+            [{"pack": "stream"}, {"model.rope_scaling.kind": "linear"}],
+        ),
         (
             BALANCED | {"pack": "documents", "micro_batch_size": 2, "batch_size": 2},
             "micro_batch_size 2 | balanced",
-            {"micro_batch_size": 1},
+            [{"pack": "stream"}, {"parallel.layout": "zigzag"}, {"micro_batch_size": 1}],
         ),
-        (BALANCED | {"model.sliding_window": 64}, "model.sliding_window | balanced", {"parallel.layout": "striped"}),
+        (BALANCED | {"model.sliding_window": 64}, "model.sliding_window | balanced", [{"parallel.layout": "striped"}]),
     ],
 )
 def test_what_does_not_go_with_packing_or_a_layout_is_refused(options, words, fine):
     says(refusal_of(resolve, (), options), words)
-    resolve((), options | fine)
+    for change in fine:
+        resolve((), options | change)
 
 
 def test_a_pipeline_takes_what_it_can_do_and_its_defaults():
