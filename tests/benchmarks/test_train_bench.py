@@ -350,5 +350,6 @@ def test_the_same_command_starts_nothing_more(run, monkeypatch):
 )
 def test_bad_input_is_refused_before_ranks_start(argv, words, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(job_module, "launch", lambda *_: pytest.fail("ranks were started"))
     assert main(["bench", "train", *argv]) == 2
     says(capsys.readouterr().err, words)
