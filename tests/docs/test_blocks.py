@@ -197,8 +197,11 @@ def test_every_block_is_run_or_checked(name: str) -> None:
         is_python = block.language == "python"
         assert block.file or not is_python or not runs_files, "only files of this page are run"
         assert not block.needs or (block.ranks if is_python else block.needs in ("gpus", "network", "time"))
-    fences = re.findall(r"^ *(?:```|~~~)", text_of(name), re.M)
+    text = text_of(name)
+    fences = re.findall(r"^ *(?:```|~~~)", text, re.M)
     assert len(fences) == 2 * len(blocks), "a fence that is no block: no test would see it"
+    if runs_files:  # lines of a table are long, those of a diff have one sign more
+        assert max(map(len, re.sub(r"^\|.*$", "", text, flags=re.M).splitlines())) <= 121
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if any(block.needs for block in OURS[name])])

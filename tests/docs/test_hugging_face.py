@@ -6,7 +6,7 @@ import pytest
 
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_batch import BATCH_KEYS, READ
-from tests.docs.blocks import PATHS, text_of
+from tests.docs.blocks import text_of
 
 
 @pytest.fixture
@@ -23,8 +23,6 @@ def test_the_scripts_train_and_check(printed: str) -> None:
 
 def test_what_the_page_names_exists() -> None:
     text = text_of("hugging_face.md")
-    whole = PATHS["hugging_face.md"].read_text()
-    assert max(map(len, re.sub(r"^\|.*$", "", whole, flags=re.M).splitlines())) <= 120
     arguments = {*SplitSequences.part.__annotations__} | {name for name, does in BATCH_KEYS.items() if does == READ}
     table = text[text.index("| argument |") :].partition("\n\n")[0]
     named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
