@@ -203,9 +203,9 @@ class Selection(BaseSelection):
 
     def __post_init__(self) -> None:
         for heads, kv_heads in self.heads or ():
-            if kv_heads < 1 or heads < 1 or heads % kv_heads:
+            if heads % kv_heads:
                 raise UserError(
-                    f"--heads {heads} --kv-heads {kv_heads}\nallowed: 1 or more, heads a multiple of kv heads\n"
+                    f"--heads {heads} --kv-heads {kv_heads}\nallowed: heads a multiple of kv heads\n"
                     "fix: for example --heads 32 --kv-heads 8"
                 )
         super().__post_init__()

@@ -63,7 +63,7 @@ class BaseSelection:
 
     def __post_init__(self) -> None:
         for ranks in self.ranks:
-            bad = [n for n in self.tokens or () if n < 1 or n % (2 * ranks)]
+            bad = [n for n in self.tokens or () if n % (2 * ranks)]
             if bad:
                 raise UserError(
                     f"--tokens {bad[0]} on {ranks} ranks\n"

@@ -47,8 +47,6 @@ ROWS: Mapping[str, str] = MappingProxyType(
         "step-parts": "benchmarks.operators",
         "steps": "benchmarks.predictions",
         "strategies": "benchmarks.predictions",
-        "units": "benchmarks.units",
-        "widths": "benchmarks.widths",
     }
 )
 """Modules of the benchmarks by their names in `bmburst bench NAME`; each module defines `BENCHMARKS`."""

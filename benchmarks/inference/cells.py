@@ -159,9 +159,6 @@ class InferenceSelection(BaseSelection):
             require_known("model", name, SHAPES)
         for name in self.masks or ():
             require_known("mask", name, MASKS)
-        for batch in self.batches or ():
-            if batch < 1:
-                raise UserError(f"--batches {batch}\nallowed: at least 1 prompt\nfix: for example --batches 8,32")
         if self.new_tokens < 2:
             raise UserError(
                 f"--new-tokens {self.new_tokens}\nallowed: at least 2, the first of which ends prefill\n"

@@ -109,7 +109,7 @@ class TrainSelection(BaseSelection):
     """Selects the cells to list; for None the defaults of the suite apply.
 
     Raises:
-        UserError: A preset is unknown, a length does not divide, or a number of layers, batch or stage is out of range.
+        UserError: A preset is unknown, a length does not divide, or a number of layers or a stage is out of range.
     """
 
     presets: tuple[str, ...] | None = None  # names of `SHAPES`
@@ -121,15 +121,12 @@ class TrainSelection(BaseSelection):
     def __post_init__(self) -> None:
         for name in self.presets or ():
             require_known("preset", name, SHAPES)
-        for batch in self.batches:
-            if batch < 1:
-                raise UserError(f"--batch {batch}\nallowed: at least 1\nfix: for example --batch 1,2,4,8")
         for stage in self.stages:
             if stage not in STAGES:
                 raise UserError(f"--zero {stage}\nallowed: 2, 3 or 2,3\nfix: leave it out for ZeRO-3")
         most = max(SHAPES[name].num_layers for name in self.presets or SUITES["step"].presets)
         for layers in self.layers or ():
-            if not 1 <= layers <= most:
+            if layers > most:
                 raise UserError(f"--layers {layers}\nallowed: 1 to {most}\nfix: no more layers than the model has")
         super().__post_init__()
 

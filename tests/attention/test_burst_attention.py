@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from bmburst.errors import UserError
 from bmburst.recompute import checkpoint
 from bmburst.schedule.mask import make_mask
 from bmburst_ops.flash import ReferenceKernel
+from tests.attention.exchange_ways import change_strategy
 from tests.attention.oracle import draw, problem, reference
 from tests.distributed.processes import on_processes
 from tests.distributed.threads import on_ranks, run_ranks
@@ -206,25 +208,37 @@ def test_autocast_changes_nothing(kernel):
     run_ranks(2, body)
 
 
-@on_ranks(2)
-def test_repeated_backward_is_bitwise_equal(comm):
-    whole = draw(2, 1, 40, 2, 2, 16, torch.float32)
-    runs = [split_attention(comm, whole, "striped", "causal", torch.float32, deterministic=True) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+@pytest.mark.parametrize(("strategy", "size"), [("auto", 2), ("gather", 4), ("heads+gather", 4)])
+def test_repeated_backward_is_bitwise_equal(monkeypatch, strategy, size):
+    change_strategy(monkeypatch, lambda chosen, _: replace(chosen, most_kv_heads=1))
+
+    def body(comm):
+        whole, layout = draw(2, 1, 40, 4, 4, 16, torch.float32), "striped" if strategy == "auto" else "zigzag"
+        options = {"deterministic": True, "strategy": strategy}
+        runs = [split_attention(comm, whole, layout, "causal", torch.float32, **options) for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+    run_ranks(size, body)
 
 
+@pytest.mark.parametrize(("strategy", "tiles"), [("auto", None), ("gather", 4)])  # own keys and a rectangle, a rank
 @pytest.mark.parametrize("wanted", [True, False])
-def test_the_kernel_is_told_whether_to_be_deterministic(monkeypatch, wanted):
-    seen, real = set(), ReferenceKernel.backward
+def test_the_kernel_is_told_whether_to_be_deterministic(monkeypatch, wanted, strategy, tiles):
+    seen, real = [], ReferenceKernel.backward
 
     def backward(*args, deterministic, **options):
-        seen.add(deterministic)
+        seen.append(deterministic)
         return real(*args, deterministic=deterministic, **options)
 
     monkeypatch.setattr(ReferenceKernel, "backward", backward)
-    q, k, v = (t.requires_grad_() for t in zeros(None))
-    bmburst.burst_attention(q, k, v, kernel="reference", deterministic=wanted).sum().backward()
-    assert seen == {wanted}
+
+    def body(comm):
+        q, k, v = (t.requires_grad_() for t in zeros(None))
+        options = {"kernel": "reference", "strategy": strategy, "deterministic": wanted}
+        bmburst.burst_attention(q, k, v, group=comm, **options).sum().backward()
+
+    run_ranks(2, body)
+    assert seen == [wanted] * (tiles or len(seen)) and seen
 
 
 def zeros(comm, tokens=4, heads=2, kv_heads=2, dim=8, dtype=torch.float32):

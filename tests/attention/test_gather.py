@@ -11,11 +11,11 @@ from bmburst.attention import call as decided
 from bmburst.attention.gather import gather_backward, gather_forward
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.communicator import CompletedTransfer
-from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, ReferenceKernel
+from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial
 from bmburst_ops.merge import row_dots
 from tests.attention.exchange_ways import change_strategy
 from tests.attention.oracle import draw, reference
-from tests.attention.test_burst_attention import compare, hold_accuracy, split_attention
+from tests.attention.test_burst_attention import compare, hold_accuracy
 from tests.comm.counting import counted
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.live_bytes import LiveBytes
@@ -237,38 +237,6 @@ def test_memory_is_what_the_formula_says(most, turns, size):
         moving += 2 * turns * (2 * size - 1) * tokens * unit
         parts_of_queries = 3 * tokens * group * unit
         assert alive.peak <= results + moving + parts_of_queries + tokens * group * unit + 1024 * 4 * turns
-
-
-@pytest.mark.parametrize("strategy", ["gather", "heads+gather"])
-def test_repeated_backward_is_bitwise_equal(monkeypatch, strategy):
-    in_units(monkeypatch, 1)
-
-    def body(comm):
-        whole = draw(2, 1, 40, 4, 4, 16, torch.float32)
-        options = {"deterministic": True, "strategy": strategy}
-        runs = [split_attention(comm, whole, "zigzag", "causal", torch.float32, **options) for _ in range(2)]
-        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-    run_ranks(4, body)
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_the_kernel_is_told_whether_to_be_deterministic(monkeypatch, wanted):
-    seen, real = [], ReferenceKernel.backward
-
-    def backward(*args, deterministic, **options):
-        seen.append(deterministic)
-        return real(*args, deterministic=deterministic, **options)
-
-    monkeypatch.setattr(ReferenceKernel, "backward", backward)
-
-    def body(comm):
-        q, k, v = (torch.zeros(1, 4, 2, 8, requires_grad=True) for _ in range(3))
-        options = {"kernel": "reference", "strategy": "gather", "deterministic": wanted}
-        bmburst.burst_attention(q, k, v, group=comm, **options).sum().backward()
-
-    run_ranks(2, body)
-    assert seen == [wanted] * 4  # own keys and a rectangle, on each rank
 
 
 @on_ranks(3)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 import bmburst
 from bmburst.comm.checks import CheckedCommunicator
@@ -55,6 +56,17 @@ def test_the_ring_moves_the_fewest_bytes(comm, dtype):
         assert ring == min(kv, burst)
         choices.add(kv < burst)
     assert choices == {True, False}
+
+
+@pytest.mark.parametrize("strategy", ["burst", "kv", "gather", "heads"])
+@on_ranks(3)
+def test_backward_keeps_inputs_output_and_log_sum_exp_alone(comm, strategy):
+    kept = []
+    q, k, v = (torch.randn(2, 5, heads, 8, requires_grad=True) for heads in (12, 3, 3))
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        bmburst.burst_attention(q, k, v, group=comm, mask="full", layout="contiguous", strategy=strategy)
+    sizes = {t.untyped_storage().data_ptr(): t.nbytes for t in kept}
+    assert sum(sizes.values()) == 4 * 2 * 5 * (8 * (12 + 3 + 3 + 12) + 12)
 
 
 class Echo:

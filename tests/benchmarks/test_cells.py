@@ -2,10 +2,7 @@
 
 import math
 
-import pytest
-
 from benchmarks.attention.cells import Cell, Selection, accuracy_ranks, forward_flops, list_cells, one_gpu_cell, sizes
-from tests.refusals import refused
 
 NAMES = ("one-gpu", "ours", "ulysses", "tensor-parallel-v1", "ours-balanced", "ring-flash-attn-llama3")
 
@@ -16,7 +13,7 @@ def selection(**changes):
 
 def test_names_are_those_of_earlier_files():
     keys = {cell.key for cell in list_cells(selection())}
-    for key in (
+    assert keys >= {
         "sequence/65536/mha/causal/ours@8",
         "sequence/1048576/gqa/full/ulysses@8",
         "batch/8x65536/mha/full/one-gpu@8",
@@ -26,18 +23,9 @@ def test_names_are_those_of_earlier_files():
         "documents/524288/mha/ours-balanced@8",
         "window/262144/gqa/ulysses@8",
         "accuracy/4096/gqa/documents/ring-flash-attn-llama3@2",
-    ):
-        assert key in keys
-    (cell,) = list_cells(
-        selection(
-            device="cpu",
-            dtype="float32",
-            tokens=(256,),
-            heads=((4, 2),),
-            ranks=(2,),
-            globs=("sequence/*causal/ulysses",),
-        )
-    )
+    }
+    small = {"device": "cpu", "dtype": "float32", "tokens": (256,), "heads": ((4, 2),), "ranks": (2,)}
+    (cell,) = list_cells(selection(**small, globs=("sequence/*causal/ulysses",)))
     assert cell.key == "sequence/256/4-2x128/causal/ulysses@2-cpu-float32"
 
 
@@ -78,15 +66,6 @@ def test_accuracy_is_measured_on_powers_of_two_and_all():
     assert [accuracy_ranks(n) for n in (1, 2, 3, 6, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 6), (1, 2, 4, 8)]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"tokens": (100,)}, "--tokens 100 | 8 ranks"), ({"heads": ((6, 4),)}, "--heads 6 | --kv-heads 4")],
-)
-def test_shapes_that_no_method_takes_are_refused(changes, words):
-    with refused(words):
-        selection(**changes)
-
-
 def test_one_gpu_gets_a_ranks_share_of_the_work():
     for cell in list_cells(selection(globs=("sequence/*",))):
         share, one = forward_flops(cell) / cell.ranks, one_gpu_cell(cell)
@@ -94,17 +73,10 @@ def test_one_gpu_gets_a_ranks_share_of_the_work():
         assert one.tokens % 128 == 0 and one.ranks == 1 and one == one_gpu_cell(one)
 
 
-def test_flops_are_those_of_the_pairs_that_are_seen():
-    cell = Cell(
-        suite="batch", method="ours", ranks=1, device="cpu", tokens=64, batch=3, heads=4, kv_heads=2, head_dim=8
-    )
+def test_flops_and_sizes_are_those_of_visible_pairs_and_of_a_ranks_tensors():
+    shape = {"suite": "batch", "method": "ours", "tokens": 64, "batch": 3, "heads": 4, "kv_heads": 2, "head_dim": 8}
     pairs = sum(q + 1 for q in range(64))  # half of all, but for the diagonal
-    assert math.isclose(forward_flops(cell), 2 * 2 * 3 * 4 * 8 * pairs, rel_tol=1 / 32)
-
-
-def test_sizes_are_those_of_a_ranks_tensors():
-    cell = Cell(
-        suite="batch", method="ours", ranks=2, device="cuda", tokens=64, batch=3, heads=4, kv_heads=2, head_dim=8
-    )
-    own = sizes(cell)
+    flops = forward_flops(Cell(**shape, ranks=1, device="cpu"))
+    assert math.isclose(flops, 2 * 2 * 3 * 4 * 8 * pairs, rel_tol=1 / 32)
+    own = sizes(Cell(**shape, ranks=2, device="cuda"))
     assert (own.q, own.k, own.statistics, own.wide) == (3 * 32 * 4 * 8 * 2, 3 * 32 * 2 * 8 * 2, 3 * 32 * 4 * 4, 2)

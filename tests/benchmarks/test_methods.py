@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.attention.cells import Cell
+from benchmarks.attention.cells import Cell, sizes
 from benchmarks.attention.method import LocalKernel, Setting, both, forward_without_grad, prepare
 from benchmarks.attention.methods import all_methods
 from benchmarks.attention.packages import flash_attention_2
@@ -159,11 +160,15 @@ class CountingParty(RankGroup):
 def _count(at, plain):
     group = CountingParty(**{f.name: getattr(plain, f.name) for f in fields(plain)})
     calls = prepare(METHODS[at.method], at, Setting(group=group, kernel=LocalKernel()))
-    said = METHODS[at.method].traffic(at)
+    said, own, kept = METHODS[at.method].traffic(at), sizes(at), {}
     for call, expected in ((calls.forward, said.forward), (calls.both, said.forward_backward)):
         group.bytes[0] = 0
-        call()
+        with saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t}) or t, lambda t: t):
+            call()
         assert group.bytes[0] == expected, at.key
+    rows = at.tokens * own.q / at.head_dim if at.method == "ring-li-2021" else own.q + own.statistics
+    copies = at.ranks if at.method == "allgather-kv" else 1
+    assert sum(t.nbytes for t in kept.values()) == own.q + 2 * own.k * copies + rows, at.key
 
 
 def test_what_cannot_be_dealt_out_is_refused():

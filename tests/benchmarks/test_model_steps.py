@@ -2,16 +2,14 @@
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import grpo, hybrid
+from tests.benchmarks.made import measured
 from tests.docs.scripts import run_script
 
-ROOT = Path(grpo.__file__).parents[1]
 STAND_IN = """
 import sys
 from types import ModuleType, SimpleNamespace
@@ -76,12 +74,8 @@ def test_the_ideal_step_of_a_hybrid_has_attention_of_the_whole_sequence():
 
 @pytest.mark.long
 def test_steps_of_grpo_are_those_of_trl_alone(tmp_path):
-    words = ["--model", "llama-tiny", "--layers", "1", "--prompt", "320", "--longest", "320", "--completion", "8"]
-    words += ["--rows", "2", "--steps", "1", "--output", str(tmp_path / "found.json")]
-    command = [sys.executable, "-m", "bmburst", "bench", "grpo", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    split, shared, theirs = json.loads((tmp_path / "found.json").read_text())["rows"]
+    words = "--model llama-tiny --layers 1 --prompt 320 --longest 320 --completion 8 --rows 2 --steps 1"
+    split, shared, theirs = measured(tmp_path, 0, "grpo", *words.split())[0]["rows"]
     assert [row["way"] for row in (split, shared, theirs)] == list(grpo.WAYS)
     for row in (split, shared):
         assert row["grad_norms"] == pytest.approx(theirs["grad_norms"], rel=1e-4)
@@ -121,12 +115,3 @@ def test_prompts_become_longer_until_trl_alone_is_out_of_memory():
     text = grpo.table({**options, "rows": rows, "completions_of_a_rank": 2, "machine": {"device": "H200"}})
     assert "| 1K, split | 2.000 | 1.00 | 4.0 | 0.5000 |" in text and "| 2K, trl | - | - | - | - |" in text
     assert "2K, trl: CUDA out of memory" in text
-
-
-@pytest.mark.long
-def test_values_narrower_than_keys_are_measured_on_two_ranks(tmp_path):
-    words = ["-m", "bmburst", "bench", "widths", "--kernels", "auto", "--strategies", "heads,ring"]
-    run_script(tmp_path, 2, [*words, "--output", "found.json"])
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["tokens"] == 128 and [row["strategy"] for row in found["rows"]] == ["heads", "ring"]
-    assert all(row["own, ms"] > 0 for row in found["rows"])

@@ -4,9 +4,7 @@ import json
 import math
 import re
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,20 +15,12 @@ from benchmarks.engine.rows import ROWS, load_rows, publish, write_record
 from bmburst.cli import main
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import register
-from tests.docs.scripts import run_script
+from tests.benchmarks.made import ROOT, measured
 from tests.mask_oracle import visible
 from tests.pairs import long
 from tests.refusals import says
 
-ROOT = Path(__file__).parents[2]
-BENCH = ("-m", "bmburst", "bench")
 SCRIPTS = ("accuracy", "records", "suite", "train_jobs")  # programs that measure no rows
-
-
-def measured(folder, ranks, *words):
-    """Run a benchmark of rows, and return its record and its table."""
-    run_script(folder, ranks, [*BENCH, *words, "--output", "found.json"])
-    return json.loads((folder / "found.json").read_text()), (folder / "found.md").read_text()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -227,16 +217,13 @@ def test_a_step_of_transformers_is_compared_where_the_trainers_ran():
 
 @pytest.mark.long
 def test_lora_of_peers_is_measured_and_what_cannot_run_is_named(tmp_path):
-    words = [*BENCH, "lora-peers", "--model", "llama-tiny", "--layers", "1", "--tokens", "64"]
-    words += ["--methods", "peft,peft-liger,peft-bmburst", "--steps", "1", "--warmup", "1"]
-    command = [sys.executable, *words, "--output", str(tmp_path / "found.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    theirs, liger, mixed = json.loads((tmp_path / "found.json").read_text())["rows"]
+    words = "--model llama-tiny --layers 1 --tokens 64 --methods peft,peft-liger,peft-bmburst --steps 1 --warmup 1"
+    found, text = measured(tmp_path, 0, "lora-peers", *words.split())
+    theirs, liger, mixed = found["rows"]
     assert theirs["losses"] == pytest.approx(mixed["losses"], abs=1e-4)
     assert theirs["trained"] == mixed["trained"] == 16 * (128 + 128 + 128 + 64)
     assert "liger-kernel" in liger["failed"]
-    assert "| peft-liger | - | - | - | - | - |" in (tmp_path / "found.md").read_text()
+    assert "| peft-liger | - | - | - | - | - |" in text
 
 
 def test_out_of_memory_is_a_result_of_lora():
@@ -278,16 +265,14 @@ def test_runs_of_large_models_share_the_gpus_of_a_machine():
 
 @pytest.mark.long
 def test_a_large_model_is_planned_and_its_plan_is_run_in_small(tmp_path):
-    output = tmp_path / "found.json"
-    words = [sys.executable, *BENCH, "large-models", "pipeline", "--runs", "0", "--steps", "1", "--small"]
-    subprocess.run([*words, "--output", output], cwd=ROOT, check=True, timeout=240)
-    rows = json.loads(output.read_text())["rows"]
+    found, text = measured(tmp_path, 0, "large-models", *["pipeline", "--runs", "0", "--steps", "1", "--small"])
+    rows = found["rows"]
     assert [row["case"].split(", ")[2] for row in rows] == ["8 x 4K", "8 x 16K"]
     for row in rows:
         assert len(row["seconds_of_steps"]) == 2 and row["planned"]["fits"]
         assert row["losses"][0] == pytest.approx(math.log(256), rel=0.05)  # of random tokens
         assert "--pipeline-parallel 2" in row["command"]
-    assert output.with_suffix(".md").read_text().count("pipe 2 x data 1 x sequence 1") == 2
+    assert text.count("pipe 2 x data 1 x sequence 1") == 2
 
 
 @pytest.mark.long

@@ -1,13 +1,11 @@
 """The benchmark of shared prefixes: its cases, and a run on two CPU ranks."""
 
-import json
-
 import pytest
 
 import bmburst
 from benchmarks.shared_prefixes import Case
 from bmburst.errors import UserError
-from tests.docs.scripts import run_script
+from tests.benchmarks.made import measured
 from tests.mask_oracle import visible
 
 
@@ -30,8 +28,7 @@ def test_other_texts_are_refused(text):
 
 @pytest.mark.long
 def test_a_tree_and_its_rows_have_the_same_loss(tmp_path):
-    words = ["--model", "llama-tiny", "--layers", "1", "--steps", "1", "--cases", "400+3x200", "--output", "found.json"]
-    run_script(tmp_path, 2, ["-m", "bmburst", "bench", "shared-prefixes", *words])
-    (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    words = ["--model", "llama-tiny", "--layers", "1", "--steps", "1", "--cases", "400+3x200"]
+    (row,) = measured(tmp_path, 2, "shared-prefixes", *words)[0]["rows"]
     assert row["measured_rows"] == 3
     assert row["tree_loss"] == pytest.approx(row["rows_loss"], rel=1e-6)

@@ -1,8 +1,6 @@
 """The benchmark of strategies runs, says what `auto` takes, and its record is what the cost model predicts."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.parallelism import Strategy
 from bmburst.schedule.units import HeadShapes
+from tests.benchmarks.made import measured
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RECORDED = json.loads((RESULTS / "strategies_2xh200_202611.json").read_text())["rows"]
@@ -28,17 +27,10 @@ MASKED = {
 
 @pytest.mark.long
 def test_two_ranks_measure_each_strategy(tmp_path):
-    path = tmp_path / "found.json"
-    command = [sys.executable, "-m", "bmburst", "bench", "strategies", "--gpus", "2"]
-    done = subprocess.run(
-        [*command, "--cases", "3", "--output", str(path)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    *_, divided, odd = json.loads(path.read_text())["rows"]
+    found, table = measured(tmp_path, 0, "strategies", "--gpus", "2", "--cases", "3")
+    *_, divided, odd = found["rows"]
     assert {"heads", "gather", "ring"} < set(divided) and "heads" not in odd  # 7 heads on 2 ranks
     assert (divided["query_heads"], odd["query_heads"]) == (40, 7) and odd["auto"] in ("gather", "ring")
-    table = path.with_suffix(".md").read_text()
-    assert table == done.stdout[done.stdout.index("| query") :]
     assert len(table.splitlines()) == 5 and "| 7 / 7 | 128 | causal | - |" in table
 
 

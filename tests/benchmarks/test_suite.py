@@ -43,7 +43,7 @@ def test_every_command_of_a_list_is_understood_by_its_program(path, capsys):
         ("bmburst bench linear --gatez usual", ("--gatez", "--gates")),
         ("bmburst bench train --gpus 4 --preset llama-4-9b", ("llama-4-9b",)),
         ("bmburst bench attention --gpus 4 --cells nothing/*", ("--cells", "nothing")),
-        ("bmburst bench units --tokens many", ("--tokens", "many")),
+        ("bmburst bench grpo --prompt many", ("--prompt", "many")),
         ("bmburst train --step 1", ("--step", "--steps")),
         ("python -m benchmarks.train_jobs states", ("--output",)),
         ("python -m benchmarks.nothing", ("benchmarks.nothing",)),

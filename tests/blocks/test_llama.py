@@ -11,6 +11,7 @@ from torch import Tensor
 from tests import tiny
 from tests.blocks import program
 from tests.distributed.programs import run_program
+from tests.errors import relative_error, too_far
 
 Reference = dict[str, Any]
 
@@ -54,16 +55,11 @@ def job(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.T
     return {"size": request.param, "output": output, **torch.load(output / "results.pt")}
 
 
-def _relative(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape
-    return float((ours - theirs).abs().max() / theirs.abs().max())
-
-
 def test_logits(job: Reference, reference: dict[str, Reference]) -> None:
     if job["size"] == 3:  # sequence parallel 1, 2 and 4; three ranks serve the storage tests
         return
     _require_logits(job, reference, program.LOGITS[job["size"]])
-    assert _relative(job["logits full"], reference["gqa"]["full"]) < 1e-5
+    assert relative_error(job["logits full"], reference["gqa"]["full"]) < 1e-5
 
 
 def test_families(job: Reference, reference: dict[str, Reference]) -> None:
@@ -72,23 +68,21 @@ def test_families(job: Reference, reference: dict[str, Reference]) -> None:
     for name in program.FAMILIES:
         found, expected = job[f"gradients {name}"], reference[name]
         assert found.pop("loss") == pytest.approx(expected["loss"], rel=1e-5)
-        assert found.keys() == expected["gradients"].keys()
-        errors = {key: _relative(grad, expected["gradients"][key]) for key, grad in found.items()}
-        assert {key: error for key, error in errors.items() if not error < 1e-5} == {}, name
-    assert _relative(job["documents"], reference["documents"]["logits"]) < 1e-5
+        assert too_far(found, expected["gradients"]) == {}, name
+    assert relative_error(job["documents"], reference["documents"]["logits"]) < 1e-5
 
 
 def test_settings_of_families_matter(reference: dict[str, Reference]) -> None:
     for first, second in combinations(("gqa", "mistral", "qwen2", "qwen3", "qwen3-window", "minicpm-untied"), 2):
-        assert _relative(reference[first]["logits"], reference[second]["logits"]) > 0.01
-    assert _relative(reference["documents"]["logits"], reference["mistral"]["logits"]) > 0.01
+        assert relative_error(reference[first]["logits"], reference[second]["logits"]) > 0.01
+    assert relative_error(reference["documents"]["logits"], reference["mistral"]["logits"]) > 0.01
 
 
 def test_rope_scalings_matter(reference: dict[str, Reference]) -> None:
     """Same weights, other logits: otherwise the comparison above would not see a scaling that does nothing."""
     names = ["gqa", "linear", "dynamic", "yarn", "llama3"]
     for first, second in combinations(names, 2):
-        assert _relative(reference[first]["logits"], reference[second]["logits"]) > 0.01
+        assert relative_error(reference[first]["logits"], reference[second]["logits"]) > 0.01
 
 
 def test_loss_and_gradients(job: Reference, reference: dict[str, Reference]) -> None:
@@ -110,10 +104,8 @@ def test_products_that_others_leave_out(
 
 
 def _require_logits(found: Reference, reference: dict[str, Reference], cases: list[tuple[str, str]]) -> None:
-    errors = {
-        (name, layout): _relative(found[f"logits {name} {layout}"], reference[name]["logits"]) for name, layout in cases
-    }
-    assert {key: error for key, error in errors.items() if not error < 1e-5} == {}
+    ours = {(name, layout): found[f"logits {name} {layout}"] for name, layout in cases}
+    assert too_far(ours, {case: reference[case[0]]["logits"] for case in cases}) == {}
 
 
 def _require_gradients(found: Reference, reference: dict[str, Reference], cases: list[tuple[str, int]]) -> None:
@@ -121,9 +113,7 @@ def _require_gradients(found: Reference, reference: dict[str, Reference], cases:
         expected, (policy, zero_level, _) = reference[name], program.VARIANTS[i]
         of_case = found[f"gradients {name} {policy} {zero_level}"]
         assert of_case.pop("loss") == pytest.approx(expected["loss"], rel=1e-5)
-        assert of_case.keys() == expected["gradients"].keys()
-        errors = {key: _relative(grad, expected["gradients"][key]) for key, grad in of_case.items()}
-        assert {key: error for key, error in errors.items() if not error < 1e-5} == {}, (name, policy, zero_level)
+        assert too_far(of_case, expected["gradients"]) == {}, (name, policy, zero_level)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -125,42 +126,29 @@ def test_exit_status_and_arguments_pass_through(command):
     assert seen == [3]
 
 
-def test_user_error_is_one_message_and_status_2(command, capsys):
+ERROR = UserError("the value\nallowed: others\nfix: this")
+
+
+@pytest.mark.parametrize(
+    ("error", "launched", "status", "told"),
+    [
+        (ERROR, False, 2, f"bmburst check: {ERROR}\n"),
+        (ERROR, True, None, ""),  # the launcher gets it
+        (KeyboardInterrupt(), False, 130, ""),
+        (RuntimeError("ours"), False, None, ""),  # it is not hidden
+    ],
+)
+def test_errors_of_a_command(command, monkeypatch, capsys, error, launched, status, told):
     def fail(args):
-        raise UserError("the value\nallowed: others\nfix: this")
+        raise error
 
     command(fail)
-    assert main(["check"]) == 2
-    assert capsys.readouterr().err == "bmburst check: the value\nallowed: others\nfix: this\n"
-
-
-def test_in_a_launched_rank_the_launcher_gets_the_error(command, monkeypatch, capsys):
-    def fail(args):
-        raise UserError("the value")
-
-    command(fail)
-    monkeypatch.setenv("BMBURST_LAUNCH_FOLDER", "x")
-    with pytest.raises(UserError):
-        main(["check"])
-    assert capsys.readouterr().err == ""
-
-
-def test_interrupt_is_130(command, capsys):
-    def fail(args):
-        raise KeyboardInterrupt
-
-    command(fail)
-    assert main(["check"]) == 130
-    assert capsys.readouterr().err == ""
-
-
-def test_other_errors_are_not_hidden(command):
-    def fail(args):
-        raise RuntimeError("ours")
-
-    command(fail)
-    with pytest.raises(RuntimeError, match="ours"):
-        main(["check"])
+    if launched:
+        monkeypatch.setenv("BMBURST_LAUNCH_FOLDER", "x")
+    with pytest.raises(type(error)) if status is None else nullcontext() as caught:
+        assert main(["check"]) == status
+    assert caught is None or caught.value is error
+    assert capsys.readouterr().err == told
 
 
 def test_words_that_look_like_values_are_values():

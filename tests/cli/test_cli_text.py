@@ -245,18 +245,16 @@ def test_a_token_file_needs_no_cache(tmp_path):
     check_text(config(corpus.path), Path("/proc/none"))
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--data.cache", "a.txt/cache"], "data.cache a.txt/cache | written | Not a directory | fix: "),
+        (["--data", "a.txt", "--sequence-length", "64"], "data a.txt | 9 tokens | sequence of 64 | fix: "),
+    ],
+)
 @pytest.mark.parametrize("command", ["train", "check"])
-def test_a_cache_that_cannot_be_written_is_refused_before_ranks_start(tmp_path, launches, capsys, command):
-    (tmp_path / "file").touch()
-    text = refused(capsys, command, "--data.cache", "file/cache")
-    says(text, f"bmburst {command}: ", "data.cache file/cache", "written", "Not a directory", "fix: ")
-    assert not launches
-
-
-@pytest.mark.parametrize("command", ["train", "check"])
-def test_commands_refuse_before_ranks_start(tmp_path, launches, capsys, command):
+def test_commands_refuse_before_ranks_start(tmp_path, launches, capsys, command, argv, words):
     (tmp_path / "a.txt").write_text("too short")
-    text = refused(capsys, command, "--data", "a.txt", "--sequence-length", "64")
-    says(text, f"bmburst {command}: ", "data a.txt", "9 tokens", "sequence of 64", "fix: ")
+    says(refused(capsys, command, *argv), f"bmburst {command}: ", words)
     assert not launches
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

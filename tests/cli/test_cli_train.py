@@ -219,6 +219,7 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--steps"], "--steps | one argument"),
         (["--resume", "maybe"], "resume | 'maybe' | true or false"),
         (["--data", "gone.txt"], "data gone.txt | no such file | allowed: "),
+        (["--data", "empty.txt"], "empty.txt | empty"),
         (["--data", "/dev/zero"], "data /dev/zero | device | allowed: a text"),
         (["--checkpoint-every", "ever"], "checkpoint_every | 'ever' | at least 0 | never"),
         (["--data", "latin.txt"], "'latin.txt' | text file | byte 4 | UTF-8"),
@@ -257,6 +258,7 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
     ],
 )
 def test_bad_input_starts_nothing_and_leaves_nothing(launches, tmp_path, capsys, argv, words):
+    (tmp_path / "empty.txt").touch()
     (tmp_path / "bad.yaml").write_text("steps: 1\n  seed: 2\n")
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "latin.txt").write_bytes(b"text\xe9 text")

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from bmburst.integrations.grpo_arguments import ALLOWED
-from tests.docs.blocks import read_blocks, text_of
+from tests.docs.blocks import text_of
 from tests.docs.scripts import Page, run_script
 from tests.docs.test_neighbours import original
 
@@ -34,13 +34,6 @@ def test_the_script_trains_as_the_original(run_page) -> None:
     # AdamW divides by the gradient's size: weights with almost none differ by more than rounding.
     assert max(float((weights[key] - weight).abs().max()) for key, weight in of_original.items()) < 5e-3
     assert all(weight.dtype == torch.float32 for weight in weights.values())
-
-
-def test_every_block_is_run() -> None:
-    blocks = read_blocks(PAGE)
-    assert [block.file for block in blocks if block.language == "python"] == [SCRIPT]
-    text = text_of(PAGE)
-    assert text.isascii() and max(map(len, re.sub(r"^\|.*$", "", text, flags=re.M).splitlines())) <= 120
 
 
 def test_the_page_names_the_losses_and_what_is_refused() -> None:

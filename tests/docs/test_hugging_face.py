@@ -6,10 +6,7 @@ import pytest
 
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_batch import BATCH_KEYS, READ
-from tests.docs.blocks import read_blocks, text_of
-
-PAGE = "hugging_face.md"
-BLOCKS = read_blocks(PAGE)
+from tests.docs.blocks import text_of
 
 
 @pytest.fixture
@@ -24,16 +21,8 @@ def test_the_scripts_train_and_check(printed: str) -> None:
     assert "168 of 333 tokens a rank; the logits are the unsharded model's" in printed
 
 
-def test_every_block_is_run() -> None:
-    assert {block.language for block in BLOCKS} == {"python", "bash"}
-    scripts = {block.file for block in BLOCKS if block.language == "python"}
-    commands = [block.text for block in BLOCKS if block.language == "bash" and not block.needs]
-    assert None not in scripts and all(any(str(name) in text for text in commands) for name in scripts)
-
-
 def test_what_the_page_names_exists() -> None:
-    text = text_of(PAGE)
-    assert text.isascii() and max(map(len, re.sub(r"^\|.*$", "", text, flags=re.M).splitlines())) <= 120
+    text = text_of("hugging_face.md")
     arguments = {*SplitSequences.part.__annotations__} | {name for name, does in BATCH_KEYS.items() if does == READ}
     table = text[text.index("| argument |") :].partition("\n\n")[0]
     named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}

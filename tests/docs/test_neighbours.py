@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 import model_center_ext
-from bmburst.integrations import transformers_trainer
 from tests.docs.blocks import read_blocks, text_of
 from tests.docs.scripts import Page, run_script
 
@@ -119,17 +118,6 @@ def test_the_lines_that_change_are_those_of_the_script() -> None:
     imported = re.findall(r"^\+from model_center_ext import (.+)$", diff.text, re.M)
     assert imported == ["DistributedDataLoader, Llama"]
     assert set(imported[0].split(", ")) <= set(model_center_ext.__all__)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_block_is_run(name: str) -> None:
-    blocks = read_blocks(name)
-    assert {block.language for block in blocks} == {"python", "bash"}
-    assert [block.file for block in blocks if block.language == "python"] == [SCRIPTS[name][0]]
-    text = text_of(name)
-    assert text.isascii() and max(map(len, re.sub(r"^\|.*$", "", text, flags=re.M).splitlines())) <= 120
-    for imported in re.findall(r"integrations\.transformers_trainer import (\w+)", text):
-        assert imported in transformers_trainer.__all__
 
 
 def test_the_original_is_what_the_marks_say() -> None:

@@ -16,6 +16,7 @@ from bmburst_ops import IGNORE_INDEX
 from tests.attention.counting import count_forward
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import mesh_of
+from tests.errors import relative_error, too_far
 from tests.integrations import transformers_program as program
 from tests.pairs import long
 
@@ -50,17 +51,10 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return found
 
 
-def _relative(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape
-    return float(((ours - theirs).abs().max() / theirs.abs().max()).detach())
-
-
 def _wrong(ours: Found, theirs: Found) -> dict[str, float]:
-    """Return the gradients that are further off than fp32 rounding."""
+    """Return the errors of gradients that are further off than fp32 rounding."""
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-    assert ours["gradients"].keys() == theirs["gradients"].keys()
-    errors = {name: _relative(gradient, theirs["gradients"][name]) for name, gradient in ours["gradients"].items()}
-    return {name: error for name, error in errors.items() if not error < 1e-5}
+    return too_far(ours["gradients"], theirs["gradients"])
 
 
 def _logits(name: str, ours: Found, theirs: Found) -> tuple[Tensor, Tensor]:
@@ -76,7 +70,7 @@ def _logits(name: str, ours: Found, theirs: Found) -> tuple[Tensor, Tensor]:
 def test_logits_loss_and_gradients(results: dict[str, Found], reference: dict[str, Found]) -> None:
     ours = {name: found for name, found in results.items() if name in CASES}
     assert len(ours) >= 8
-    errors = {name: _relative(*_logits(name, found, reference[name])) for name, found in ours.items()}
+    errors = {name: relative_error(*_logits(name, found, reference[name])) for name, found in ours.items()}
     assert {name: error for name, error in errors.items() if not error < 1e-5} == {}
     assert {name: _wrong(found, reference[name]) for name, found in ours.items()} == {name: {} for name in ours}
 
@@ -101,7 +95,7 @@ def test_scale_narrow_values_and_autocast(low: torch.dtype | None) -> None:
         q.double(), k.double(), v.double(), is_causal=True, scale=0.7, enable_gqa=True
     )
     assert weights is None and out.dtype == (low or torch.float32) and out.is_contiguous()
-    assert _relative(out.double(), expected.transpose(1, 2)) < (1e-5 if low is None else 2e-2)
+    assert relative_error(out.double(), expected.transpose(1, 2)) < (1e-5 if low is None else 2e-2)
 
 
 def test_attention_runs_once_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +113,7 @@ def test_attention_runs_once_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -
         assert len(calls) == times, policy
         gradients[policy] = model.model.layers[0].mlp.up_proj.weight.grad
     for policy, gradient in gradients.items():
-        assert _relative(gradient, gradients["none"]) < 1e-6, policy
+        assert relative_error(gradient, gradients["none"]) < 1e-6, policy
 
 
 def test_dropout_of_a_classifier_is_not_that_of_a_causal_lm() -> None:
@@ -133,7 +127,7 @@ def test_dropout_of_a_classifier_is_not_that_of_a_causal_lm() -> None:
             recompute(model)
         part.loss(model).backward()
         gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
-    assert _relative(gradients[1], gradients[0]) < 1e-6
+    assert relative_error(gradients[1], gradients[0]) < 1e-6
 
 
 def test_logits_may_be_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,15 +145,15 @@ def test_logits_may_be_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> Non
     expected.backward()
     assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert logits.grad is not None and wide.grad is not None
-    assert _relative(logits.grad.double(), wide.grad) < 2**-8
+    assert relative_error(logits.grad.double(), wide.grad) < 2**-8
 
 
 def test_windows_and_documents_matter(reference: dict[str, Found]) -> None:
     """Otherwise the comparisons above would not see a mask that does nothing."""
     for family, config in program.FAMILIES.items():
         plain, packed = reference[f"{family} plain"], reference[f"{family} packed"]
-        assert _relative(plain["logits"], packed["logits"]) > 0.01
+        assert relative_error(plain["logits"], packed["logits"]) > 0.01
         if "sliding_window" in config:
             model = program.make_model(family, "eager", torch.float64, sliding_window=64)
             ids = CASES[f"{family} plain"].batch["input_ids"]
-            assert _relative(model(ids).logits, plain["logits"]) > 0.01
+            assert relative_error(model(ids).logits, plain["logits"]) > 0.01

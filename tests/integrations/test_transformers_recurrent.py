@@ -3,7 +3,7 @@
 Decays are slow, so that a state that a rank does not get, or that passes from one document to another, shows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -158,16 +158,42 @@ def test_recomputation_keeps_what_was_exchanged(monkeypatch: pytest.MonkeyPatch)
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("inputs", [{"cu_seq_lens_q": torch.tensor([0, 11])}, {"seq_idx": torch.zeros(1, 11)}])
-def test_other_descriptions_of_documents(part: Any, model: Any, inputs: Any) -> None:
-    with refused(next(iter(inputs)).replace("seq_lens_q", "seq") + " | fix: "):
-        part.logits(model, **inputs)
+REFUSED: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "lengths of documents": (lambda part, model: part.logits(model, cu_seq_lens_q=torch.tensor([0, 11])), "cu_seq"),
+    "indices of documents": (lambda part, model: part.logits(model, seq_idx=torch.zeros(1, 11)), "seq_idx | fix: "),
+    "a cache of transformers": (
+        lambda part, _: part.logits(tiny_model("mamba2", "bmburst"), use_cache=True),
+        "Mamba2Mixer | no cache of transformers | use_cache=False",
+    ),
+    # A group whose text has ended would go on, and fail while the others wait for it: a state cannot go back.
+    "synced_gpus": (
+        lambda _, model: generate(model, IDS, mesh=ALONE, max_new_tokens=1, synced_gpus=True),
+        "synced_gpus | recurrent | fix: ",
+    ),
+    # RoBERTa counts positions from the id of padding on, and where a batch has no positions finds padding itself.
+    "positions behind padding": (
+        lambda *_: SplitSequences(ALONE).part(IDS).logits(tiny_model("roberta", "bmburst")),
+        "positions | padding",
+    ),
+    "a striped layout": (
+        lambda _, model: SplitSequences(ALONE, layout="striped").part(IDS).logits(model),
+        "Qwen3NextGatedDeltaNet | 'striped' | allowed: zigzag, contiguous",
+    ),
+    "kernels of a hub": (
+        lambda part, model: setattr(model, "_use_kernels", True) or part.logits(model),
+        "kernels of a hub | use_kernels=False",
+    ),
+}
 
 
-def test_a_cache_and_generation(part: Any, model: Any) -> None:
-    mamba = tiny_model("mamba2", "bmburst")
-    with refused("Mamba2Mixer | no cache of transformers | use_cache=False"):
-        part.logits(mamba, use_cache=True)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused_before_work(part: Any, model: Any, name: str) -> None:
+    call, words = REFUSED[name]
+    with refused(words):
+        call(part, model)
+
+
+def test_states_do_not_go_back(model: Any) -> None:
     cache = SplitCache(model.config, ALONE)
     text = generate(model, IDS, mesh=ALONE, past_key_values=cache, max_new_tokens=2)
     with refused("cannot go back from | new cache"):
@@ -209,20 +235,6 @@ def test_generation_without_a_layer_of_attention() -> None:
         generate(model, IDS, mesh=ALONE, max_new_tokens=1)
 
 
-def test_synced_gpus_is_refused_before_work(model: Any) -> None:
-    """A group whose text has ended would go on, and fail while the others wait for it: a state cannot go back."""
-    with refused("synced_gpus | recurrent | fix: "):
-        generate(model, IDS, mesh=ALONE, max_new_tokens=1, synced_gpus=True)
-
-
-def test_positions_behind_padding() -> None:
-    """RoBERTa counts positions from the id of padding on, and where a batch has no positions finds padding itself."""
-    register()
-    roberta = tiny_model("roberta", "bmburst")
-    with refused("positions | padding"):
-        SplitSequences(ALONE).part(IDS).logits(roberta)
-
-
 def test_other_media_and_biases_by_distance(part: Any) -> None:
     gemma = tiny_model("gemma4_unified", "bmburst")
     assert part.logits(gemma).shape == (1, 12, program.VOCABULARY)  # one is padding
@@ -251,17 +263,6 @@ def test_a_model_without_the_recurrent_layers_of_its_type(name: str) -> None:
         torch.testing.assert_close(found, eager(IDS, use_cache=False).logits, rtol=1e-5, atol=1e-5)
     text = generate(ours, IDS, mesh=ALONE, max_new_tokens=3, do_sample=False)
     assert text.tolist() == eager.generate(IDS, max_new_tokens=3, do_sample=False).tolist()
-
-
-def test_striped_layouts(model: Any) -> None:
-    with refused("Qwen3NextGatedDeltaNet | 'striped' | allowed: zigzag, contiguous"):
-        SplitSequences(ALONE, layout="striped").part(IDS).logits(model)
-
-
-def test_kernels_of_a_hub(part: Any, model: Any) -> None:
-    model._use_kernels = True
-    with refused("kernels of a hub | use_kernels=False"):
-        part.logits(model)
 
 
 def test_a_type_that_was_not_read(monkeypatch: pytest.MonkeyPatch, part: Any, model: Any) -> None:

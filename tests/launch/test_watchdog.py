@@ -18,7 +18,7 @@ def run(tmp_path, text):
     """Run a script that begins with the watchdog armed for `folder`; returns the finished process."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import faulthandler, os, signal, subprocess, sys, threading, time\n"
+        "import ctypes, faulthandler, os, signal, subprocess, sys, threading, time\n"
         "from pathlib import Path\n"
         "from bmburst.launch import watchdog\n"
         f"folder = Path({str(tmp_path)!r})\n" + textwrap.dedent(text)
@@ -27,37 +27,27 @@ def run(tmp_path, text):
     return run_python(str(script), cwd=tmp_path, env=environ | {"CUDA_VISIBLE_DEVICES": ""})
 
 
-def test_it_fires_where_the_process_stands(tmp_path):
-    text = """
-        def here(): time.sleep(60)
-        watchdog.arm(0.3, folder, 5)
-        here()
-        """
-    assert run(tmp_path, text).returncode == 1
-    dump = (tmp_path / "hang.5").read_text()
-    assert "script.py" in dump and "in here" in dump
-
-
-def test_it_fires_while_the_global_lock_is_held(tmp_path):
-    # PyDLL keeps the lock during the call, as BMTrain's bindings do: no Python thread could run now.
-    text = """
-        import ctypes
-        watchdog.arm(0.3, folder, 0)
-        ctypes.PyDLL(None).sleep(60)
-        """
-    assert run(tmp_path, text).returncode == 1
-    assert "script.py" in (tmp_path / "hang.0").read_text()
-
-
-def test_beats_hold_it_off(tmp_path):
-    text = """
-        watchdog.arm(1.0, folder, 0)
-        for _ in range(15):
-            time.sleep(0.1)
-            watchdog.beat()
-        """
-    assert run(tmp_path, text).returncode == 0
-    assert (tmp_path / "hang.0").read_text() == ""
+@pytest.mark.parametrize(
+    ("text", "status", "file", "words"),
+    [
+        ("def here(): time.sleep(60)\nwatchdog.arm(0.3, folder, 5)\nhere()", 1, "hang.5", ["script.py", "in here"]),
+        # PyDLL keeps the global lock during the call, as BMTrain's bindings do: no Python thread could run now.
+        ("watchdog.arm(0.3, folder, 0)\nctypes.PyDLL(None).sleep(60)", 1, "hang.0", ["script.py"]),
+        ("watchdog.arm(1.0, folder, 0)\nfor _ in range(15): time.sleep(0.1), watchdog.beat()", 0, "hang.0", []),
+        (
+            "def waiting(): os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+            "watchdog.arm(30, folder, 3)\nwaiting()",
+            -signal.SIGTERM,
+            "stood.3",
+            ["in waiting"],
+        ),
+    ],
+    ids=["where it stands", "the global lock", "beats hold it off", "SIGTERM"],
+)
+def test_it_fires_and_says_where_the_process_stood(tmp_path, text, status, file, words):
+    assert run(tmp_path, text).returncode == status
+    said = (tmp_path / file).read_text()
+    assert all(word in said for word in words) and bool(said) == bool(words)
 
 
 def test_zero_arms_nothing(tmp_path):
@@ -87,16 +77,6 @@ def test_a_child_process_leaves_the_parents_file_alone(tmp_path):
         """
     done = run(tmp_path, text)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
-
-
-def test_sigterm_still_ends_the_process_and_says_where_it_stood(tmp_path):
-    text = """
-        def waiting(): os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)
-        watchdog.arm(30, folder, 3)
-        waiting()
-        """
-    assert run(tmp_path, text).returncode == -signal.SIGTERM
-    assert "in waiting" in (tmp_path / "stood.3").read_text()
 
 
 def test_a_sigterm_while_the_handler_changes_is_written_down(tmp_path):

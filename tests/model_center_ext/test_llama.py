@@ -5,14 +5,15 @@ runtime as BMTrain does.
 """
 
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.distributed.programs import run_program
+from tests.errors import relative_error, too_far
 from tests.model_center_ext import program
 
 Results = dict[str, Any]
@@ -26,24 +27,16 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return {"size": request.param, "folder": folder, **torch.load(folder / "results.pt")}
 
 
-def _relative(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape
-    return float((ours - theirs).abs().max() / theirs.abs().max())
-
-
 def _sizes(job: Results) -> list[int]:
     return [size for size in (1, 2, 4) if size <= job["size"]]
 
 
 def test_logits(job: Results) -> None:
-    errors = {
-        (name, size, layout): _relative(job[f"logits {name} {size} {layout}"], job[f"logits {name}"])
-        for name in program.CONFIGS
-        for size in _sizes(job)
-        for layout in (program.LAYOUTS if name == "plain" else ("zigzag",))
-    }
-    assert {key: error for key, error in errors.items() if not error < 1e-5} == {}
-    assert _relative(job["logits tied"], job["logits plain"]) > 0.01
+    for name in program.CONFIGS:
+        cases = product(_sizes(job), program.LAYOUTS if name == "plain" else ("zigzag",))
+        ours = {(size, layout): job[f"logits {name} {size} {layout}"] for size, layout in cases}
+        assert too_far(ours, dict.fromkeys(ours, job[f"logits {name}"])) == {}, name
+    assert relative_error(job["logits tied"], job["logits plain"]) > 0.01
 
 
 def test_gradients(job: Results) -> None:
@@ -51,44 +44,40 @@ def test_gradients(job: Results) -> None:
         theirs = job[f"gradients {name}"]
         for size in _sizes(job):
             ours = job[f"gradients {name} {size}"]
-            assert ours.keys() == theirs.keys()
             # All samples on each data rank where there are more than two: as many times the loss, over as many tokens.
-            errors = {key: _relative(ours[key], theirs[key]) for key in theirs}
-            assert {key: error for key, error in errors.items() if not error < 1e-5} == {}, (name, size)
+            assert too_far(ours, theirs) == {}, (name, size)
 
 
 def test_ranks_that_share_matrices(tmp_path: Path) -> None:
     run_program(4, program.run_tensor, tmp_path, tensor=2)
     found = torch.load(tmp_path / "results.pt")
-    assert _relative(*found["logits"]) < 1e-5
+    assert relative_error(*found["logits"]) < 1e-5
     for ours, theirs in (found["gradients"], found["saved"]):
         theirs.pop("position_bias.inv_freq", None)
-        assert ours.keys() == theirs.keys()
-        assert {key: e for key in theirs if not (e := _relative(ours[key], theirs[key])) < 1e-5} == {}
+        assert too_far(ours, theirs) == {}
     assert all(torch.equal(ours, found["saved"][1][key]) for key, ours in found["saved"][0].items())
 
 
 def test_fewer_kv_heads(job: Results) -> None:
-    assert _relative(job["logits gqa ours"], job["logits gqa"]) < 1e-5
-    theirs, ours = job["gradients gqa"], job["gradients gqa ours"]
-    assert {key: e for key in theirs if not (e := _relative(ours[key], theirs[key])) < 1e-5} == {}
+    assert relative_error(job["logits gqa ours"], job["logits gqa"]) < 1e-5
+    assert too_far(job["gradients gqa ours"], job["gradients gqa"]) == {}
 
 
 def test_factors_of_minicpm(job: Results) -> None:
-    assert _relative(job["logits factors ours"], job["logits factors"]) < 1e-5
-    assert _relative(job["logits factors"], job["logits plain"]) > 0.01
+    assert relative_error(job["logits factors ours"], job["logits factors"]) < 1e-5
+    assert relative_error(job["logits factors"], job["logits plain"]) > 0.01
 
 
 def test_bfloat16(job: Results) -> None:
     assert job["bfloat16"].dtype == torch.bfloat16
     # Two blocks of about ten roundings each to 8 bits.
-    assert 1e-4 < _relative(job["bfloat16"].float(), job["logits plain"]) < 0.05
+    assert 1e-4 < relative_error(job["bfloat16"].float(), job["logits plain"]) < 0.05
 
 
 def test_samples_of_their_own_lengths(job: Results) -> None:
     ours, theirs = job["lengths"]
-    assert _relative(ours[0], theirs[0]) < 1e-5
-    assert _relative(ours[1, :20], theirs[1, :20]) < 1e-5
+    assert relative_error(ours[0], theirs[0]) < 1e-5
+    assert relative_error(ours[1, :20], theirs[1, :20]) < 1e-5
 
 
 def test_checkpoints_go_both_ways(job: Results) -> None:

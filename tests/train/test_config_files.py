@@ -29,19 +29,25 @@ def hugging_face(folder, **changes):
     return folder, model
 
 
-def test_data_that_is_missing_or_empty_is_refused(tmp_path):
-    for source, expected in [("gone.txt", "no such file"), ("empty.txt", "empty"), ("folder", "empty")]:
-        (tmp_path / "empty.txt").touch()
-        (tmp_path / "folder").mkdir(exist_ok=True)
-        config = TrainConfig(data=DataConfig(source=str(tmp_path / source)))
-        says(refusal_of(check_paths, config), source, expected)
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"source": "gone.txt"}, "gone.txt | no such file"),
+        ({"source": "empty.txt"}, "empty.txt | empty"),
+        ({"source": "folder"}, "folder | empty"),
+        ({"source": "images"}, "no text | directory | .txt"),
+        ({"tokenizer": "tokenizer.json"}, "tokenizer.json | no such file | allowed: "),
+    ],
+)
+def test_data_that_is_missing_or_empty_is_refused(tmp_path, data, words):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "image.png").write_bytes(b"x")
+    given = {name: str(tmp_path / file) for name, file in data.items()}
+    says(refusal_of(check_paths, TrainConfig(data=DataConfig(**given))), words)
     (tmp_path / "text.txt").write_text("words")
     check_paths(TrainConfig(data=DataConfig(source=str(tmp_path / "text.txt"))))
-
-
-def test_a_tokenizer_file_that_is_missing_is_refused(tmp_path):
-    config = TrainConfig(data=DataConfig(tokenizer=str(tmp_path / "tokenizer.json")))
-    says(refusal_of(check_paths, config), "tokenizer.json | no such file | allowed: ")
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
@@ -100,11 +106,6 @@ def test_text_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "exists", denied)
     says(refusal_of(check_paths, TrainConfig(data=DataConfig(source=str(text)))), "Permission denied")
-
-
-def test_a_directory_without_text_is_refused(tmp_path):
-    (tmp_path / "image.png").write_bytes(b"x")
-    says(refusal_of(check_paths, TrainConfig(data=DataConfig(source=str(tmp_path)))), "no text | directory | .txt")
 
 
 def test_init_from_brings_its_model_and_takes_rope_scaling(tmp_path):

@@ -11,6 +11,7 @@ from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.config import build_config, leaves, read_layer, to_dict
 from bmburst.config.fields import choices_of
+from bmburst.data.packing import PACKS
 from bmburst.data.sources import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.schedule.layout import LAYOUTS
@@ -37,6 +38,8 @@ def write(path, values):
 
 def test_names_are_those_of_the_parts_that_take_them():
     assert choices(ParallelConfig, "layout") == choices(EvalConfig, "layout") == set(LAYOUTS)
+    assert choices(TrainConfig, "pack") == set(PACKS) > choices(EvalConfig, "pack") == {"stream", "documents"}
+    assert TrainConfig.pack == EvalConfig.pack == PACKS[0] == "stream"
     assert choices(ParallelConfig, "strategy") == set(STRATEGIES)
     assert choices(ParallelConfig, "kernel") == set(KERNEL_NAMES)
     assert choices(ParallelConfig, "transport") == set(TRANSPORTS) - {"threads"}
@@ -289,6 +292,33 @@ def test_what_stages_cannot_do_is_refused(options, words):
     says(refusal_of(resolve, (), {"parallel.pipeline_parallel": 2} | options), words)
 
 
+DYNAMIC = {"model.rope_scaling.kind": "dynamic", "model.rope_scaling.factor": "2"}
+BALANCED = {"parallel.layout": "balanced"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "fine"),
+    [
+        ({"pack": "document"}, "pack | 'document' | 'documents' | stream", [{"pack": "documents"}]),
+        (
+            DYNAMIC | {"pack": "documents"},
+            "dynamic | documents",
+            [{"pack": "stream"}, {"model.rope_scaling.kind": "linear"}],
+        ),
+        (
+            BALANCED | {"pack": "documents", "micro_batch_size": 2, "batch_size": 2},
+            "micro_batch_size 2 | balanced",
+            [{"pack": "stream"}, {"parallel.layout": "zigzag"}, {"micro_batch_size": 1}],
+        ),
+        (BALANCED | {"model.sliding_window": 64}, "model.sliding_window | balanced", [{"parallel.layout": "striped"}]),
+    ],
+)
+def test_what_does_not_go_with_packing_or_a_layout_is_refused(options, words, fine):
+    says(refusal_of(resolve, (), options), words)
+    for change in fine:
+        resolve((), options | change)
+
+
 def test_a_pipeline_takes_what_it_can_do_and_its_defaults():
     config = resolve((), {"parallel.pipeline_parallel": "2", "recompute": "block+first-1"})
     config.validate(2)
@@ -341,13 +371,15 @@ def test_what_may_and_may_not_change_on_resume(tmp_path):
     for name, value in (option.split("=") for option in may.split()):
         check_resumable(before, resolve((), {name: value}), tmp_path)
     may_not = "seed=1 sequence_length=64 dtype=bfloat16 data.source=x.txt data.held_out_fraction=0.5"
-    may_not += " model.num_layers=2 model.norm_eps=0.5"
+    may_not += " model.num_layers=2 model.norm_eps=0.5 pack=documents"
     for name, value in (option.split("=") for option in may_not.split()):
         text = refusal_of(check_resumable, before, resolve((), {name: value}), tmp_path)
         assert text.startswith(f"{name} {value} differs from")
     scaled = resolve((), {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": "2"})
     says(refusal_of(check_resumable, before, scaled, tmp_path), "model.rope_scaling")
     says(refusal_of(check_resumable, scaled, before, tmp_path), "model.rope_scaling")
+    old = write(tmp_path / "old.json", {"preset": "llama-tiny"})  # of before there was a choice of `pack`
+    check_resumable(resolve((old,)), before, tmp_path)
 
 
 @pytest.mark.parametrize(
