@@ -239,8 +239,9 @@ def _complete_environment() -> None:
     if on_one_host:
         for name, value in stores.LOOPBACK_ONLY.items():
             os.environ.setdefault(name, value)
-    if world > 1 and _launcher_serves():
-        _require_address()
+    if _launcher_serves():
+        if world > 1:
+            _require_address()
     elif rank == 0:
         _serve_store(on_one_host)
     if on_one_host and not _launcher_serves():  # where rank 0 serves it

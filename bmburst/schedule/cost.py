@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from bmburst.schedule.gather_plan import Visibility, most_own_tiles, most_seen
+from bmburst.schedule.gather_plan import Visibility, most_seen, sums_own_tiles
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.schedule.layout import key_areas, merged_queries, most_keys, narrowed_queries, rank_areas
 from bmburst.schedule.mask import Mask
@@ -23,14 +23,10 @@ from bmburst.schedule.units import HeadShapes, Sizes, with_units
 # RING_TILE counts only those queries and keys of a step that its tiles have.
 GATHER_FORWARD_Q, GATHER_FORWARD_K = 22.0, 8.0
 GATHER_BACKWARD_Q, GATHER_BACKWARD_K, GATHER_KEY_PART = 8.0, 8.0, 2.0
-TILE_SUMS = (
-    0.0,
-    0.0,
-    6.0,
-    20.0,
-)  # by tiles of own tokens: two are added in place, more in zeroed fp32 sums
+TILE_SUMS = 20.0  # in a gather, if own keys have several tiles: fitted to records of sums in fp32
 RING_TILE_Q, RING_FORWARD_K, RING_TILE_BACKWARD_K = 10.0, 8.0, 20.0
 BURST_BACKWARD_Q, KV_BACKWARD_K, RING_SUMS = 32.0, 48.0, 4.0
+LEVEL = 6.0  # a level of a tree that is merged, or whose gradients are added, in place
 KERNEL_BACKWARD_Q = 16.0  # before and after the kernel: delta from O and dO; fp32 sums of dQ, zeroed and rounded
 KERNEL_BACKWARD_K = 20.0  # the same for dK and dV, if several query heads share a KV head
 HEADS_OWN = 2.0  # in a head exchange, for each byte that a rank keeps
@@ -311,9 +307,8 @@ class _StrategyCost:
         """Return the seconds to merge the levels of a tree; in backward, to add their gradients of q."""
         mask, (q, out, _) = self.problem.mask, self._numbers
         is_one_merge = self.stops == 1 and not (backward and len(mask.levels) > 2)
-        nbytes = (TILE_SUMS[2] if is_one_merge else RING_TILE_Q) * (q if backward else out)
-        share = merged_queries(mask, self.problem.length) / self.problem.length
-        return self.problem.hardware.memory_seconds(nbytes * share)
+        merged = (q if backward else out) * merged_queries(mask, self.problem.length) / self.problem.length
+        return self.problem.hardware.memory_seconds(merged * (LEVEL if is_one_merge else RING_TILE_Q))
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -388,7 +383,7 @@ class _StrategyCost:
         link = self._mixed(groups, self.near)
         moved, units = sizes.gather_bytes * seen / (groups - 1), sizes.gather_units
         q, out, k = self._numbers
-        sums = TILE_SUMS[min(3, most_own_tiles(self._visibility))] * (q + 2 * k)
+        sums = TILE_SUMS * (q + 2 * k) if sums_own_tiles(self._visibility) else 0.0
         alone = kernel / groups  # attention to own keys, which overlaps with the first unit's transfer
         exposed = link.exposed(moved, kernel - (kernel - alone) / units) + 2 * link.latency
         share = min(1.0, seen)  # the number of queries that see other ranks' keys is about that of pulled keys

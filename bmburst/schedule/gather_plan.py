@@ -166,16 +166,16 @@ def most_seen(visible: Visibility) -> int:
 
 
 @bounded_cache(maxsize=256)
-def most_own_tiles(visible: Visibility) -> int:
-    """Return the most tiles that a rank has in `GatherPlan.own`. Gradients of several are added up."""
+def sums_own_tiles(visible: Visibility) -> bool:
+    """Return whether some rank has several tiles in `GatherPlan.own`, whose gradients are added up."""
     if isinstance(visible.mask, Causal | Full | Documents) or visible.mask.blocks is not None:
-        return 1
+        return False
     length, key_length = visible.length, visible.key_length
     held = (
         (real_positions(visible.layout, rank, length), real_positions(visible.layout.keys, rank, key_length))
         for rank in range(visible.layout.size)
     )
-    return max(1, *(len(make_tiles(visible.mask, length, *mine)) for mine in held))
+    return any(len(make_tiles(visible.mask, length, *mine)) > 1 for mine in held)
 
 
 def _everybody(visible: Visibility, rank: int) -> list[tuple[int, Span]]:

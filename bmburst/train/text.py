@@ -90,8 +90,9 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
             short, cannot be read, or has token ids outside the model's vocabulary.
     """
     parts = parts_of(config) or [config]
-    is_new = config.resume is not True  # a run that began with settings without effect goes on
-    if is_new and not config.data.validation:  # before the text is tokenized
+    # A run that began with settings without effect goes on.
+    needs_messages = config.resume is not True and any(part.data.of_messages for part in parts)
+    if needs_messages and not config.data.validation:  # before the text is tokenized
         data.require_messages(config.data.source, ((find_text(part), part.data) for part in parts))
     text = _check_source(config, cache)
     tokenizer = text.tokenizer_name if isinstance(text, data.TokenFile) else text.tokenizer.name
@@ -104,7 +105,7 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
     found += [(find_text(part), part.data) for part in parts]
     if all(unused_names(*each) for each in found):
         raise _without_names(config.data.source, text)
-    if is_new:
+    if needs_messages:
         data.require_messages(config.data.source, found)
     return text
 

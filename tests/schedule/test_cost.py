@@ -12,9 +12,10 @@ from bmburst.schedule.hardware import DEFAULT, HOST, Hardware, hardware_like, lo
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.parallelism import Strategy
+from bmburst.schedule.tree import Tree
 from bmburst.schedule.units import HeadShapes
 
-CAUSAL = Causal()
+CAUSAL, TREE = Causal(), Tree((-1, *[0] * 8), (8192, *[4096] * 8))
 H200, CPU = load_hardware("h200"), load_hardware(HOST)
 NEVER = (
     *(
@@ -92,11 +93,15 @@ CASES = {
     ),
     "gather of a window": (
         Case(4, 65536, 12, 12, Strategy(1, "gather", "kv"), Placement("peer"), SlidingWindow(4096)),
-        (0.922237, 2.49418, 4.32474),
+        (0.922237, 2.77233, 4.60289),
     ),
     "heads that share a KV head, in a window": (
         Case(2, 131072, 8, 1, Strategy(2, "ring", "q"), Placement("peer"), SlidingWindow(4096)),
         (2.14702, 6.04148, 8.18851),
+    ),
+    "heads in a tree": (
+        Case(2, 40960, 32, 32, Strategy(2, "ring", "q"), Placement("peer"), TREE),
+        (5.47747, 14.2283, 19.7057),
     ),
     "ring of a window": (
         Case(4, 65536, 32, 8, Strategy(1, "ring", "q"), Placement("peer"), SlidingWindow(4096)),
