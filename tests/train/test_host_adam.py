@@ -6,10 +6,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmburst_ops.host_adamw import Rates
 from tests import lazy
+from tests.copies import FromElsewhere
 from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train.lazy_streams import late_copies
@@ -38,21 +38,6 @@ def test_in_one_process():
     check_state_dicts()
 
 
-class _FromElsewhere(TorchDispatchMode):
-    """Writes 1, 2, 3, ... in the place of what a copy takes from another device, and appends its size to a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default and args[0].device != args[1].device:
-            first = 1 + sum(self.sizes)
-            self.sizes.append(args[0].numel())
-            return torch.arange(first, 1 + sum(self.sizes), out=args[0])
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("shape", [(0,), (10, 2), (13,)])
 @on_program(1)
 def test_masters_come_in_pieces(shape):
@@ -60,11 +45,11 @@ def test_masters_come_in_pieces(shape):
     from bmburst.optim import states
 
     weights = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    with pytest.MonkeyPatch.context() as patch, _FromElsewhere() as copies:
+    with pytest.MonkeyPatch.context() as patch, FromElsewhere() as seen:
         patch.setattr(states, "_AT_ONCE", 5)
         made = states.initial_state(weights, torch.device("cpu"), "float32", states.part_of_all(weights.numel(), ""))
-    count, master = weights.numel(), made[states.MASTER]
-    assert sum(copies.sizes) == count and max(copies.sizes, default=0) <= 5
+    count, master, sizes = weights.numel(), made[states.MASTER], [size for size, *_ in seen.copies]
+    assert sum(sizes) == count and max(sizes, default=0) <= 5
     assert torch.equal(master, torch.arange(1.0, count + 1).view(shape)) and master.dtype == torch.float32
 
 

@@ -5,12 +5,12 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmburst.comm.host_memory import HostMemory, HostShard, ShardCopies, host_block
 from bmburst.train.config import OptimizerConfig, ParallelConfig
 from bmburst_ops.host_adamw import Rates, joined, split
 from tests import lazy
+from tests.copies import FromElsewhere
 from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
 from tests.refusals import refusal_of, says
@@ -293,29 +293,15 @@ def test_weights_that_nobody_has_written_are_not_copied():
     assert all(shard.local().abs().sum() > 0 for shard in lazy.named_shards(drawn) if shard.count)
 
 
-class _FromElsewhere(TorchDispatchMode):
-    """Has the dtypes of both sides of each copy from another device. Such a copy is not made."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default and args[0].device != args[1].device:
-            self.dtypes.append((args[1].dtype, args[0].dtype))
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
 @on_program(2)
 def test_weights_go_to_host_memory_in_their_own_dtype(tmp_path):
     """A copy from a GPU that converts does so on the host, in new memory for each matrix."""
     made = trainer(tmp_path, "run", True, "bfloat16")
     for shard in lazy.named_shards(made.model):
         if shard.count:
-            with _FromElsewhere() as copies:
+            with FromElsewhere() as seen:
                 lazy.scatter(shard, torch.empty(shard.shape, dtype=torch.float32, device="meta"))
-            assert copies.dtypes == [(torch.bfloat16, torch.bfloat16)]
+            assert seen.copies == [(shard.count, torch.bfloat16, torch.bfloat16)]
 
 
 def test_what_cannot_be_is_refused_before_work(tmp_path):
