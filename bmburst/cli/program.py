@@ -44,8 +44,6 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "build-bmtrain": "build BMTrain from source for this Python and CUDA",
     }
 )
-_SOURCE = ("--data", "--data.source")
-"""Spellings of the data's option, which users of other trainers repeat for several data sets."""
 _COMMANDS_ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "train": "sft dpo pretrain pt finetune fine-tune fit",
@@ -152,11 +150,6 @@ class CommandParser(argparse.ArgumentParser):
             raise
         if rest:
             raise self._unexpected(rest[0], own)
-        if sum(word.partition("=")[0] in _SOURCE for word in own) > 1:  # the last would replace the others
-            raise UserError(
-                "--data is given more than once\nallowed: one file or folder\n"
-                "fix: list several sources in a YAML file: docs/data.md, Mixtures"
-            )
         return args
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:

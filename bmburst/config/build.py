@@ -14,6 +14,7 @@ import re
 import textwrap
 import typing
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -263,8 +264,8 @@ def add_options(
             groups[leaf.section] = parser.add_argument_group(titles.get(leaf.section, leaf.section))
         inner, _ = optional_part(leaf.annotation)
         flag: dict[str, Any] = {"nargs": "?", "const": "true"} if bool in union_parts(inner) else {}
-        if typing.get_origin(inner) is tuple:
-            flag["action"] = _OneList
+        if typing.get_origin(inner) is tuple or leaf.spec.several:
+            flag["action"] = partial(_Once, several=leaf.spec.several)
         action = groups[leaf.section].add_argument(
             *_spellings(leaf, short.get(leaf.name)),
             dest=leaf.name,
@@ -279,17 +280,27 @@ def add_options(
             _hide(action)
 
 
-class _OneList(argparse.Action):
-    """Stores a list, and refuses a second one: it would replace the first."""
+class _Once(argparse.Action):
+    """Stores a value, and refuses a second one: it would replace the first.
+
+    Args:
+        several: How to give several values; empty: as a list.
+        options: Those of `argparse.Action`.
+    """
+
+    def __init__(self, *, several: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._several = several
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
         del parser
         if hasattr(namespace, self.dest):
+            as_list = f"{option_string} {getattr(namespace, self.dest)},{values}"
             raise UserError(
-                f"{option_string} is given more than once\nallowed: one list\n"
-                f"fix: {option_string} {getattr(namespace, self.dest)},{values}"
+                f"{option_string} is given more than once\n"
+                f"allowed: one {'value' if self._several else 'list'}\nfix: {self._several or as_list}"
             )
         setattr(namespace, self.dest, values)
 

@@ -43,6 +43,7 @@ class FieldSpec:
         none_text: Word for None in messages. "none" is also accepted.
         choices: The allowed texts, from the table that owns them; empty for any.
         pairs: Whether each value is NAME=VALUE, so that a file may also have an object of them.
+        several: How to give several values, where users of other trainers repeat the option; empty for others.
     """
 
     help: str
@@ -55,6 +56,7 @@ class FieldSpec:
     none_text: str = "none"
     choices: tuple[str, ...] = ()
     pairs: bool = False
+    several: str = ""
 
     @property
     def counts_tokens(self) -> bool:
@@ -100,6 +102,7 @@ def field(
     none_text: str = "none",
     choices: Iterable[str] = (),
     pairs: bool = False,
+    several: str = "",
 ) -> Any:
     """Declare a field of a configuration dataclass. Without `default` or `factory` a value is required.
 
@@ -116,6 +119,7 @@ def field(
         none_text=none_text,
         choices=tuple(choices),
         pairs=pairs,
+        several=several,
     )
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata={_SPEC: spec})

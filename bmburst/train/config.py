@@ -18,7 +18,14 @@ from bmburst.record_format import RecordFormat
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
 from bmburst.schedule.pipeline import require_micro_batches
 from bmburst.train.schedule import ScheduleConfig
-from bmburst.train.sections import DataConfig, DPOConfig, LayoutName, ParallelConfig, fill_defaults
+from bmburst.train.sections import (
+    SEVERAL_SOURCES,
+    DataConfig,
+    DPOConfig,
+    LayoutName,
+    ParallelConfig,
+    fill_defaults,
+)
 from bmburst.train.stages import require_pipeline
 
 __all__ = [
@@ -411,7 +418,8 @@ class EvalConfig(RecordFormat):
     adapter: Path | None = field("LoRA adapter of the model.", default=None)  # noqa: RUF009
     data: str = field(
         "Held-out data, as training takes them: a text file, JSONL file, directory of them, token file, or mixture of "
-        "sources. For records, the loss is that of answers only."
+        "sources. For records, the loss is that of answers only.",
+        several=SEVERAL_SOURCES,
     )
     sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
     pack: Literal["stream", "documents"] = field(

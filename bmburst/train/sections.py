@@ -33,6 +33,7 @@ from bmburst.schedule.parallelism import STRATEGIES, TRANSPORTS, MeshShape, can_
 from bmburst.train.schedule import ScheduleConfig
 
 STANDARD_LIBRARY = "stdlib"
+SEVERAL_SOURCES = "list several sources in a YAML file: docs/data.md, Mixtures"
 HELD_OUT, HELD_OUT_FRACTION = "held_out", 0.05
 """Name in the metrics of what is held out of the training data, and its default share."""
 
@@ -46,6 +47,7 @@ class DataConfig(RecordFormat):
         "source files of this Python's standard library. JSONL of messages, or of prompt and completion, and data sets "
         "of the package datasets are for fine-tuning: loss on answers only. With dpo.beta, JSONL of preference pairs.",
         default=STANDARD_LIBRARY,
+        several=SEVERAL_SOURCES,
     )
     tokenizer: str | None = field(
         "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer.",
