@@ -116,14 +116,11 @@ class RecordFormat:
 
     def seen(self, value: Any) -> Iterator[str]:
         """Yield the keys and the roles of the messages in a row of the user, or in a part of it."""
-        if isinstance(value, list):
-            for each in value:
-                yield from self.seen(each)
-        elif isinstance(value, dict):
-            yield from value
-            role = _first(value, (self.role_field,) if self.role_field else _ROLE_KEYS)
-            if role is not None and isinstance(value[role], str):
-                yield value[role]
+        for message in messages_in(value):
+            yield from message
+            role = _first(message, (self.role_field,) if self.role_field else _ROLE_KEYS)
+            if role is not None and isinstance(message[role], str):
+                yield message[role]
 
     def row(self, value: dict[str, Any]) -> dict[str, Any]:
         """Return a row with our names of columns, fields and roles; a column that another one replaces is left out."""
@@ -159,6 +156,15 @@ class RecordFormat:
             role_name, content_name = "from", "value"
         content = {} if content_key is None else {content_name: message[content_key]}
         return {**rest, role_name: named[role] if is_mapped else role, **content}
+
+
+def messages_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the dictionaries of a value: itself, or those in its lists, however deep."""
+    if isinstance(value, list):
+        for each in value:
+            yield from messages_in(each)
+    elif isinstance(value, dict):
+        yield value
 
 
 def _first(message: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:

@@ -20,7 +20,7 @@ from bmburst.data.messages import (
 from bmburst.data.record import AnyRecord, Group, Pair, Reading, Record
 from bmburst.data.sources import SourceFile, unreadable
 from bmburst.errors import UserError
-from bmburst.record_format import RecordFormat
+from bmburst.record_format import RecordFormat, messages_in
 
 T = TypeVar("T")
 _KEYS = (
@@ -107,10 +107,9 @@ def hold_messages(files: Sequence[SourceFile], form: RecordFormat) -> bool:
 
 
 def _have_messages(row: Mapping[str, Any]) -> bool:
-    parts = (row.get(key) for key in ("prompt", "completion", "completions", "chosen", "rejected"))
-    of_parts = (each for part in parts for each in (part if isinstance(part, list) else [part]))
-    of_lists = (each for part in of_parts for each in (part if isinstance(part, list) else [part]))
-    return bool({"messages", "conversations", "instruction"} & set(row)) or any(isinstance(e, dict) for e in of_lists)
+    parts = [row.get(key) for key in ("prompt", "completion", "completions", "chosen", "rejected")]
+    is_conversation = bool({"messages", "conversations", "instruction"} & set(row))
+    return is_conversation or next(messages_in(parts), None) is not None
 
 
 def _first_keys(files: Sequence[SourceFile], form: RecordFormat) -> set[str]:

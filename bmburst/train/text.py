@@ -101,12 +101,11 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
         _check_validation(part, cache)
     if not validation:
         return text
-    found = [(find_text(each), each.data) for part in validation.values() for each in parts_of(part) or [part]]
-    found += [(find_text(part), part.data) for part in parts]
-    if all(unused_names(*each) for each in found):
+    parts += [each for part in validation.values() for each in parts_of(part) or [part]]
+    if all(unused_names(find_text(part), part.data) for part in parts):
         raise _without_names(config.data.source, text)
     if needs_messages:
-        data.require_messages(config.data.source, found)
+        data.require_messages(config.data.source, ((find_text(part), part.data) for part in parts))
     return text
 
 
