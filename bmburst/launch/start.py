@@ -242,10 +242,11 @@ def _complete_environment() -> None:
     if _launcher_serves():
         if world > 1:
             _require_address()
-    elif rank == 0:
-        _serve_store(on_one_host)
-    if on_one_host and not _launcher_serves():  # where rank 0 serves it
-        os.environ["MASTER_ADDR"] = stores.LOOPBACK
+    else:
+        if rank == 0:
+            _serve_store(on_one_host)
+        if on_one_host:  # where rank 0 serves it
+            os.environ["MASTER_ADDR"] = stores.LOOPBACK
     _has_joined = True
 
 

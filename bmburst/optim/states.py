@@ -151,12 +151,10 @@ def _copy_wide(weights: Tensor, master: Tensor) -> None:
     if weights.device == master.device:
         master.copy_(weights)
         return
-    numbers, size = weights.numel(), min(weights.numel(), _AT_ONCE)
+    size = min(weights.numel(), _AT_ONCE)
     staged = torch.empty(size, dtype=weights.dtype, device=master.device, pin_memory=weights.is_cuda)
-    for at in range(0, numbers, _AT_ONCE):
-        piece = staged[: min(_AT_ONCE, numbers - at)]
-        piece.copy_(weights.view(-1)[at : at + _AT_ONCE])
-        master.view(-1)[at : at + _AT_ONCE].copy_(piece)
+    for narrow, wide in zip(*(each.view(-1).split(_AT_ONCE) for each in (weights, master)), strict=True):
+        wide.copy_(staged[: len(narrow)].copy_(narrow))
 
 
 def moment(state: Mapping[str, Any], name: str, part: Part) -> Tensor:
