@@ -266,7 +266,8 @@ class Decoder:
         self._slices = {i: self._slice_of(i) for i in range(self._config.num_layers)} if weights.is_resident else {}
         scaling = self._config.rope_scaling
         self._is_dynamic = scaling is not None and scaling.kind == "dynamic"
-        self._frequencies = torch.empty(cache.sequences, self._config.head_dim // 2, device=weights.device)
+        shape = cache.sequences, self._config.head_dim // 2
+        self._frequencies = torch.empty(shape, dtype=torch.float64, device=weights.device)  # as `angle_tables` computes
         self.may_capture = True
         """Whether steps may be captured in CUDA graphs."""
         self._set_frequencies()
