@@ -47,7 +47,7 @@ _SETTINGS = MappingProxyType(
     {
         "preset": "none",
         "sequence_length": "none",
-        "batch_size": "a micro-batch, or with --pipeline-parallel one for each of its stages",
+        "batch_size": "a micro-batch for each stage and data parallel group that is asked for",
         "micro_batch_size": "1",
         "dtype": "bfloat16",
         "host_memory": "that of the hardware",
@@ -65,18 +65,19 @@ _SETTINGS = MappingProxyType(
         "dpo.beta": "none; its value does not matter",
     }
 )
-_OF_GENERATION = ("preset", "init_from", "sequence_length", "batch_size", "dtype")
-_TREES = ("shared_prompt", "answers")
-_OF_TRAINING = ("nodes", "recompute", "zero", "group", "tensor", "pipe", "ways", "write", "output", "longest", *_TREES)
-_OF_HYBRIDS = ("sequence_length", "batch_size", "json")
 _DEGREES = MappingProxyType(
     {
-        "zero": "--parallel.zero_level",
-        "group": "--parallel.zero_group",
-        "tensor": "--tensor-parallel",
-        "pipe": "--pipeline-parallel",
+        "data": ("--data-parallel", "data parallel degrees to try (default: all)"),
+        "sequence": ("--sequence-parallel", "sequence parallel degrees to try (default: all)"),
+        "tensor": ("--tensor-parallel", "tensor parallel degrees to try (default: all that fit into a node)"),
+        "pipe": ("--pipeline-parallel", "numbers of pipeline stages to try (default: 1)"),
     }
 )
+_ZERO = MappingProxyType({"zero": "--parallel.zero_level", "group": "--parallel.zero_group"})
+_OF_GENERATION = ("preset", "init_from", "sequence_length", "batch_size", "dtype")
+_TREES = ("shared_prompt", "answers")
+_OF_TRAINING = ("nodes", "recompute", *_ZERO, *_DEGREES, "ways", "write", "output", "longest", *_TREES)
+_OF_HYBRIDS = ("sequence_length", "batch_size", "json")
 _RARE = (
     *("micro_batch_size", "loss_chunk_tokens", "mlp_chunk_tokens", "pack", "dpo.beta", "optimizer.offload"),
     *("lora.targets", "lora.rank_pattern", "lora.modules_to_save", "recompute", "zero", "group"),
@@ -132,20 +133,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="RANKS,...",
         help="ranks over which ZeRO may shard: world, all; node, those of each node (default: world,node)",
     )
-    add(
-        "--tensor-parallel",
-        "--parallel.tensor_parallel",
-        dest="tensor",
-        metavar="N,...",
-        help="tensor parallel degrees to try (default: all that fit into a node)",
-    )
-    add(
-        "--pipeline-parallel",
-        "--parallel.pipeline_parallel",
-        dest="pipe",
-        metavar="N,...",
-        help="numbers of pipeline stages to try (default: 1)",
-    )
+    for name, (option, text) in _DEGREES.items():
+        field = option.removeprefix("--").replace("-", "_")
+        add(option, f"--parallel.{field}", dest=name, metavar="N,...", help=text)
     add(
         "--shared-prompt",
         type=tokens,
@@ -223,7 +213,7 @@ def _refuse(
     for name in names:
         is_given = name in settings if name in _SETTINGS else getattr(args, name) != args.given(name)
         if is_given and name not in allowed:
-            option = _DEGREES.get(name, option_name(name, {}))
+            option = _DEGREES[name][0] if name in _DEGREES else _ZERO.get(name, option_name(name, {}))
             raise UserError(f"{mode} takes no {option}\nfix: leave {option} out, or leave {mode} out")
 
 
@@ -349,7 +339,8 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     if lora is not None:
         lora.require_model(model)
     shared, answers, pack = _shared(args, settings, model)
-    pipe = (1,) if args.pipe is None else numbers("--pipeline-parallel", args.pipe)
+    degrees = _degrees(args)
+    pipe, data = degrees.get("pipe", (1,)), degrees.get("data", (1,))
     micro_batch = settings.get("micro_batch_size", 1)
     task = Task(
         model=model,
@@ -358,7 +349,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         sequence=max(1, gpus) if args.longest else settings["sequence_length"],  # --longest finds it
         gpus=gpus,
         nodes=args.nodes,
-        batch=settings.get("batch_size", default_batch(max(pipe), micro_batch)),
+        batch=settings.get("batch_size", default_batch(max(pipe), micro_batch, max(data))),
         micro_batch=micro_batch,
         dtype=settings.get("dtype", "bfloat16"),
         state=settings.get("optimizer.state", "float32"),
@@ -380,8 +371,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         "recompute": _policies(args),
         "zero": [int(stage) for stage in _words("--parallel.zero_level", args.zero, tuple(map(str, ZERO)))],
         "groups": _words("--parallel.zero_group", args.group, ZERO_GROUPS),
-        "tensor": None if args.tensor is None else numbers("--tensor-parallel", args.tensor),
-        "pipe": pipe,
+        **degrees,
     }
     found = search(task, hardware, **tried)
     needs = "" if found[0].memory.fits else remedy(task, hardware, **tried)
@@ -444,7 +434,7 @@ def _longest(args: argparse.Namespace, settings: Mapping[str, Any], task: "Task"
         task,
         hardware,
         recompute=_policies(args),
-        tensor=None if args.tensor is None else numbers("--tensor-parallel", args.tensor),
+        **_degrees(args),
         offload=_placements(settings),
         lora=_adapters({**settings, "lora.rank": settings.get("lora.rank") or 16}),
     )
@@ -458,6 +448,12 @@ def _adapters(settings: Mapping[str, Any]) -> "LoRAConfig | None":
     given = {name.removeprefix("lora."): value for name, value in settings.items() if name.startswith("lora.")}
     lora = LoRAConfig(**given)
     return lora if lora.is_on else None
+
+
+def _degrees(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
+    """Return the degrees of parallelism that were given."""
+    texts = {name: (option, getattr(args, name)) for name, (option, _) in _DEGREES.items()}
+    return {name: numbers(option, text) for name, (option, text) in texts.items() if text is not None}
 
 
 def _policies(args: argparse.Namespace) -> Sequence[str]:

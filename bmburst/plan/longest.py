@@ -67,6 +67,8 @@ def longest(
     *,
     recompute: Sequence[str] = POLICIES,
     tensor: Sequence[int] | None = None,
+    data: Sequence[int] | None = None,
+    sequence: Sequence[int] | None = None,
     offload: Sequence[Offload] = tuple(Offload),
     lora: LoRAConfig | None = None,
 ) -> list[Longest]:
@@ -77,6 +79,8 @@ def longest(
         hardware: The machine.
         recompute: Recompute policies to try; policies for some of the layers are added.
         tensor: Tensor parallel degrees to try; by default all that fit in a node.
+        data: Data parallel degrees to try; by default all.
+        sequence: Sequence parallel degrees to try; by default all.
         offload: Kinds of offload to try.
         lora: Adapters to train in additional results.
 
@@ -85,17 +89,18 @@ def longest(
     """
     found: list[Longest] = []
     shortest = replace(task, sequence=STEP * task.gpus)
+    limits: dict[str, Any] = {"zero": (3,), "tensor": tensor, "data": data, "sequence": sequence}
     for asked in (task, *([replace(task, lora=lora, second_model=False)] if lora else [])):
         meshes = defaultdict(list)
         shorter = replace(asked, sequence=STEP * task.gpus)
-        for each in askable(candidates(shorter, recompute=recompute[:1], zero=(3,), tensor=tensor), hardware):
+        for each in askable(candidates(shorter, recompute=recompute[:1], **limits), hardware):
             meshes[each.data, each.tensor].append(each)
         require_possible(recompute, [each for ways in meshes.values() for each in ways])
         found += [one for ways in meshes.values() if (one := _longest(_Fit(ways, recompute, offload), hardware))]
     if not found:
         raise DoesNotFit(
             f"{task.preset} does not fit on {task.gpus} x {hardware.name} at any length\n"
-            f"fix: {remedy(shortest, hardware, recompute=recompute, zero=(3,), tensor=tensor, offload=offload)}"
+            f"fix: {remedy(shortest, hardware, recompute=recompute, offload=offload, **limits)}"
         )
     return sorted(found, key=lambda each: (each.training, -each.tokens, each.found.seconds))
 

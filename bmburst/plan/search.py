@@ -84,6 +84,8 @@ def search(
     groups: Sequence[str] = ZERO_GROUPS,
     tensor: Sequence[int] | None = None,
     pipe: Sequence[int] = (1,),
+    data: Sequence[int] | None = None,
+    sequence: Sequence[int] | None = None,
     offload: Sequence[Offload] = tuple(Offload),
 ) -> list[Prediction]:
     """Return the predictions of all ways: those that fit, fastest first, then the others, least memory first.
@@ -99,6 +101,8 @@ def search(
             ranks takes `GROUP_GAIN` of a step: they can save no more.
         tensor: Tensor parallel degrees to try; by default all that fit in a node.
         pipe: Numbers of stages to try.
+        data: Data parallel degrees to try; by default all.
+        sequence: Sequence parallel degrees to try; by default all.
         offload: Kinds of offload to try. Offload is tried only if attention of all layers cannot be kept otherwise.
 
     Raises:
@@ -106,7 +110,7 @@ def search(
     """
     room = with_usable_memory(hardware, hardware.memory - reserved_memory(task, hardware), task)
     enough = [ALL_ATTENTION] if ALL_ATTENTION in recompute else recompute
-    every = candidates(task, recompute=recompute[:1], zero=zero, tensor=tensor, pipe=pipe)
+    every = candidates(task, recompute=recompute[:1], zero=zero, tensor=tensor, pipe=pipe, data=data, sequence=sequence)
     spreads = askable(every, hardware)  # mesh, strategy and stage
     require_possible(recompute, spreads)
 

@@ -38,6 +38,8 @@ def candidates(
     zero: Sequence[int] = ZERO,
     tensor: Sequence[int] | None = None,
     pipe: Sequence[int] = (1,),
+    data: Sequence[int] | None = None,
+    sequence: Sequence[int] | None = None,
 ) -> list[Candidate]:
     """Return every sensible candidate.
 
@@ -47,6 +49,8 @@ def candidates(
         zero: ZeRO stages to try.
         tensor: Tensor parallel degrees to try; by default all that fit in a node.
         pipe: Numbers of stages to try.
+        data: Data parallel degrees to try; by default all.
+        sequence: Sequence parallel degrees to try; by default all.
 
     Raises:
         UserError: There is no candidate, or a policy is unknown or names too many layers.
@@ -56,17 +60,38 @@ def candidates(
     if task.lora is not None:
         task.lora.require_tensor(1 if tensor is None else min(tensor))
         task.lora.require_stages(min(pipe), max(zero))
+    meshes = [
+        Candidate(task=task, data=groups, tensor=degree, pipe=stages, ulysses_degree=1, outer="ring")
+        for stages in pipe
+        for groups, degree in _meshes(task, tensor, stages)
+    ]
     found = [
         replace(each, recompute=policy, zero=stage)
-        for stages in pipe
-        for data, degree in _meshes(task, tensor, stages)
-        for each in _attention_candidates(task, data, degree, stages)
+        for mesh in _asked(meshes, data, sequence)
+        for each in _attention_candidates(mesh)
         for policy, stage in product(recompute, zero)
-        if task.lora is None or task.lora.allows_stages(stages, stage)
+        if task.lora is None or task.lora.allows_stages(mesh.pipe, stage)
     ]
     if not found:
         raise _none(task, tensor, pipe)
     return found
+
+
+def _asked(meshes: list[Candidate], data: Sequence[int] | None, sequence: Sequence[int] | None) -> list[Candidate]:
+    """Return the meshes with the asked degrees; UserError if there are meshes, but none with them."""
+    options = {"data": data, "sequence": sequence}
+    asked = {name: degrees for name, degrees in options.items() if degrees is not None}
+    found = [mesh for mesh in meshes if all(getattr(mesh, name) in degrees for name, degrees in asked.items())]
+    if found or not meshes:
+        return found
+    words = " ".join(f"--{name}-parallel {','.join(map(str, degrees))}" for name, degrees in asked.items())
+    task, there = meshes[0].task, sorted({(mesh.data, mesh.sequence) for mesh in meshes})
+    raise UserError(
+        f"{words} is not possible on {task.gpus} GPUs with --batch-size {task.batch}\n"
+        f"allowed: data x sequence of {', '.join(f'{groups} x {ranks}' for groups, ranks in there)}\n"
+        f"fix: --data-parallel {there[-1][0]} --sequence-parallel {there[-1][1]}, or a --batch-size that divides by "
+        "more groups"
+    )
 
 
 def _meshes(task: Task, tensor: Sequence[int] | None, stages: int = 1) -> Iterator[tuple[int, int]]:
@@ -89,11 +114,10 @@ def _meshes(task: Task, tensor: Sequence[int] | None, stages: int = 1) -> Iterat
                 yield data, degree
 
 
-def _attention_candidates(task: Task, data: int, tensor: int, stages: int) -> Iterator[Candidate]:
+def _attention_candidates(mesh: Candidate) -> Iterator[Candidate]:
     """Yield a candidate for each attention strategy that a mesh can run."""
-    one = Candidate(task=task, data=data, tensor=tensor, pipe=stages, ulysses_degree=1, outer="ring")
-    for strategy in possible_strategies(STRATEGIES["auto"], one.shapes, one.mask, one.placement):
-        yield one.with_strategy(strategy.ulysses_degree, strategy.outer)
+    for strategy in possible_strategies(STRATEGIES["auto"], mesh.shapes, mesh.mask, mesh.placement):
+        yield mesh.with_strategy(strategy.ulysses_degree, strategy.outer)
 
 
 def with_attention_choice(

@@ -354,6 +354,14 @@ REFUSALS = {
     "--preset llama-3-8b --sequence-length 4096 --parallel.zero_group 4": "--parallel.zero_group | '4' | world | node",
     "--preset llama-3-8b --sequence-length 4096 --tensor-parallel 3": "--tensor-parallel 3",
     "--preset llama-3-8b --sequence-length 4096 --tensor-parallel x": "whole numbers",
+    "--preset llama-3-8b --sequence-length 4096 --nproc 4 --data-parallel 3": (
+        "--data-parallel 3 | 4 GPUs | --batch-size 3 | 1 x 1, 1 x 2, 1 x 4 | fix: --data-parallel 1"
+    ),
+    "--preset llama-3-8b --longest --nproc 2 --data-parallel 1 --sequence-parallel 4": (
+        "--data-parallel 1 --sequence-parallel 4 | 2 GPUs | 1 x 1, 1 x 2 | --sequence-parallel 2"
+    ),
+    "--preset llama-3-8b --sequence-length 4096 --sequence-parallel x": "--sequence-parallel x | whole numbers",
+    "--preset llama-3-8b --sequence-length 4096 --generate --data-parallel 2": "--generate | --data-parallel",
     "--preset llama-3-8b --sequence-length 4096 --batch-size 3 --micro-batch-size 2": "3 | 2",
     "--preset llama-3-8b --sequence-length 4096 --nproc 3 --pipeline-parallel 2,4": (
         "--pipeline-parallel 2,4 | 3 GPUs | fix: --pipeline-parallel 1"
@@ -401,3 +409,21 @@ def test_a_pipeline_has_the_batch_that_training_gives_it(more, capsys):
     for degrees in ("4", "1,2,4"):
         assert main([*asked.split(), degrees, *more]) == 0
         says(capsys.readouterr().out.splitlines()[0], f"4K tokens x {trained.batch_size} a step")
+
+
+@pytest.mark.parametrize(
+    ("degrees", "batch", "meshes"),
+    [
+        ("", 1, {(1, 4), (1, 2), (1, 1)}),
+        ("--data-parallel 2", 2, {(2, 2), (2, 1)}),
+        ("--sequence-parallel 1,4", 1, {(1, 4), (1, 1)}),
+        ("--parallel.data_parallel 1,4", 4, {(1, 4), (1, 2), (1, 1), (4, 1)}),
+    ],
+)
+def test_only_the_degrees_that_are_asked_for_are_tried(degrees, batch, meshes, capsys):
+    """Without a batch, a step has a sequence for each group, as in training. Tensor parallelism takes the rest."""
+    asked = "plan --preset llama-3-8b --sequence-length 8K --nproc 4 --json"
+    assert main([*asked.split(), *degrees.split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["task"]["batch"] == batch
+    assert {(way["mesh"]["data"], way["mesh"]["sequence"]) for way in found["ways"]} == meshes
