@@ -15,18 +15,12 @@ PEFT's adapters are in bfloat16 (autocast_adapter_dtype=False). Its default is f
 
 import argparse
 import contextlib
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +30,7 @@ from torch import Tensor
 from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, Row, RowBenchmark
 from benchmarks.hugging_face import fill, random_model, shape_of, timed
+from benchmarks.train_jobs import run_train
 from bmburst.amounts import GIB, short, tokens
 from bmburst.blocks.presets import PRESETS
 from bmburst.errors import first_line, require_known
@@ -162,29 +157,23 @@ def _measured(step: Callable[[], float], warmup: int, steps: int, device: torch.
 
 def _of_train(options: argparse.Namespace) -> dict[str, Any]:
     """Run `bmburst train` and return its steps."""
-    words = ["--nproc", "1", "--preset", options.model, "--sequence-length", str(options.tokens)]
+    words = ["--preset", options.model, "--sequence-length", str(options.tokens)]
     words += ["--model.num_layers", str(options.layers)] if options.layers else []
     words += ["--dtype", "bfloat16" if torch.cuda.is_available() else "float32", "--lora.rank", str(RANK)]
     words += ["--lora.alpha", str(2 * RANK), "--lora.targets", ",".join(TARGETS)]
     words += ["--model.max_position_embeddings", str(options.tokens), "--recompute", "auto"]
     words += ["--steps", str(options.warmup + options.steps), "--eval-every", "0", "--eval-sequences", "1"]
     words += ["--sample-tokens", "0", "--checkpoint-every", "never"]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "bmburst", "train", *words, "--output", f"{folder}/run"]
-        environment = os.environ | {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=environment
-        )
-        if done.returncode:
-            return {"failed": " ".join(done.stdout.split()[-60:])}
-        text = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in text.splitlines()]
-    seconds = [options.tokens / line["tokens_per_second"] for line in lines]
+    try:
+        done = run_train(1, words, {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"})
+    except RuntimeError as error:
+        return {"failed": " ".join(str(error).split()[-60:])}
+    seconds = [options.tokens / line["tokens_per_second"] for line in done.metrics]
     found = {"seconds": statistics.median(seconds[options.warmup :]), "seconds_of_steps": seconds}
-    found["losses"] = [line["loss"] for line in lines]
-    if memory := max(line.get("memory_gib") or 0.0 for line in lines):
+    found["losses"] = [line["loss"] for line in done.metrics]
+    if memory := max(line.get("memory_gib") or 0.0 for line in done.metrics):
         found["peak_gib"] = memory
-    return found | {"command": " ".join(["bmburst", "train", *words])}
+    return found | {"command": done.command}
 
 
 def line_of(row: Mapping[str, Any]) -> str:

@@ -26,9 +26,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,7 @@ _MOST_WORSE = 0.005
 
 
 class FinishedRun(NamedTuple):
-    """One finished run of the main job."""
+    """One finished run of `bmburst train`."""
 
     ranks: int
     command: str
@@ -106,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
 def _main_job(args: argparse.Namespace) -> None:
     """Run the main job on each number of ranks, and write its record."""
     args.output.mkdir(parents=True, exist_ok=True)
-    runs = [run_main_job(ranks, args.options) for ranks in args.ranks]
+    runs = [run_train(ranks, args.options) for ranks in args.ranks]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     machine = describe_run(["python", "-m", "benchmarks.train_jobs", *sys.argv[1:]], device, max(args.ranks))
     name = _name("main_job", machine, device)
@@ -130,8 +131,8 @@ def _states(args: argparse.Namespace) -> int:
 
     def run(number: int, state: str) -> FinishedRun:
         first = number % at_once * ranks
-        visible = ",".join(map(str, range(first, first + ranks))) if gpus else None
-        return run_main_job(ranks, [*options, "--optimizer.state", state], visible)
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + ranks)))} if gpus else {}
+        return run_train(ranks, [*options, "--optimizer.state", state], visible)
 
     with ThreadPoolExecutor(at_once) as threads:
         runs = dict(zip(MOMENT_BYTES, threads.map(run, range(len(MOMENT_BYTES)), MOMENT_BYTES), strict=True))
@@ -169,8 +170,8 @@ def states_record(runs: Mapping[str, FinishedRun], machine: dict[str, Any]) -> s
     return "\n".join(lines) + "\n"
 
 
-def run_main_job(ranks: int, options: list[str], visible: str | None = None) -> FinishedRun:
-    """Run the main job on some ranks of this machine; `visible`: its GPUs, as in CUDA_VISIBLE_DEVICES.
+def run_train(ranks: int, options: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> FinishedRun:
+    """Run `bmburst train` with these options on some ranks of this machine, in this environment with some variables.
 
     Raises:
         RuntimeError: It failed; the message is its output.
@@ -179,9 +180,9 @@ def run_main_job(ranks: int, options: list[str], visible: str | None = None) -> 
         words = ["train", "--nproc", str(ranks), *options]
         command = [sys.executable, "-m", "bmburst", *words, "--output", f"{folder}/run"]
         started = time.perf_counter()
-        environment = os.environ | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+        whole = {**os.environ, **environment}
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=environment
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=whole
         )
         seconds = time.perf_counter() - started
         if done.returncode != 0:

@@ -16,7 +16,7 @@ ranks.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from math import prod
 from typing import Any
@@ -37,12 +37,8 @@ class ShardData(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NamedShard:
-    """One parameter of a model and this rank's shard of it.
-
-    Elements are counted in shard order: the parts of the tensor ranks one after the other, each flattened. This is the
-    order of the flattened tensor itself, unless tensor parallelism splits it along a dimension other than 0.
-    """
+class ParameterFacts:
+    """What all ranks know of a parameter, also those of other stages."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,6 +46,25 @@ class NamedShard:
     dtype: torch.dtype
     group: str | None
     """BMTrain's name of the parameter group, for example "no_decay"."""
+    split: int = 0
+    """Dimension along which tensor parallelism splits the tensor."""
+    parts: int = 1
+    """Number of tensor ranks that split it."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of this class alone, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(ParameterFacts)}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NamedShard(ParameterFacts):
+    """One parameter of a model and this rank's shard of it.
+
+    Elements are counted in shard order: the parts of the tensor ranks one after the other, each flattened. This is the
+    order of the flattened tensor itself, unless tensor parallelism splits it along a dimension other than 0.
+    """
+
     parameter: torch.nn.Parameter
     """As `model.parameters()` yields it: `.data` and `.grad` are this rank's piece, flat, possibly empty.
 
@@ -65,10 +80,6 @@ class NamedShard:
     rank: int
     comm: Any = field(repr=False)
     """BMTrain's communicator of the world."""
-    split: int = 0
-    """Dimension along which tensor parallelism splits the tensor."""
-    parts: int = 1
-    """Number of tensor ranks that split it."""
 
     @property
     def device(self) -> torch.device:
@@ -165,22 +176,17 @@ class NamedShard:
         return read.reshape(-1)[begin - first * width :][: self.count]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardDescription:
-    """What the ranks of all stages know of a parameter; see `NamedShard`.
+@dataclass(frozen=True, kw_only=True)
+class ShardDescription(ParameterFacts):
+    """Where the stages of a pipeline have a parameter; see `NamedShard`.
 
     Attributes:
+        is_trained: Whether it requires a gradient.
         runs: The run of each rank of a stage that has it.
         stages: Numbers of the stages that have it.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    group: str | None
     is_trained: bool
-    split: int
-    parts: int
     runs: tuple[tuple[int, int], ...]
     stages: tuple[int, ...]
 
@@ -207,10 +213,7 @@ class ShardDescription:
             return replace(own, ranges=self.ranges, groups=self.groups)
         nothing = torch.nn.Parameter(torch.empty(0, dtype=self.dtype, device="cuda"), requires_grad=self.is_trained)
         return NamedShard(
-            name=self.name,
-            shape=self.shape,
-            dtype=self.dtype,
-            group=self.group,
+            **self.facts,
             parameter=nothing,
             storage=nothing,
             offset=0,
@@ -218,8 +221,6 @@ class ShardDescription:
             groups=self.groups,
             rank=bmt.rank(),
             comm=bmt.config["comm"],
-            split=self.split,
-            parts=self.parts,
         )
 
 
@@ -228,13 +229,8 @@ def describe(model: torch.nn.Module) -> tuple[ShardDescription, ...]:
     size = bmt.config["zero_size"]  # of a stage
     mine = [
         ShardDescription(
-            name=each.name,
-            shape=each.shape,
-            dtype=each.dtype,
-            group=each.group,
+            **each.facts,
             is_trained=each.storage.requires_grad,
-            split=each.split,
-            parts=each.parts,
             runs=each.ranges[:size],
             stages=(bmt.rank() // size,),
         )

@@ -227,8 +227,6 @@ def _is_for(cell: Cell) -> bool:
     """Return whether the method is measured for the cell's suite, mask and ranks."""
     if cell.suite == "accuracy" and (cell.ranks == 1) != (cell.method == ONE_GPU):
         return cell.ranks == 1 and cell.method == "ours"  # other methods are measured on several ranks
-    if cell.suite == "block" and cell.method.startswith("tensor-parallel"):
-        return False
     return cell.mask == "documents" or not cell.method.endswith((BALANCED, LLAMA3))
 
 

@@ -218,22 +218,14 @@ def measure_accuracy(method: Method, cell: Cell, setting: Setting) -> dict[str, 
     """Return the contents of an accuracy row: relative L2 errors of O, dQ, dK and dV over all ranks of the group."""
     group = setting.group
     whole = _whole(replace(cell, suite="", method="", ranks=1), group.device)
-    grad_in, out_in = _cutters(method, cell, group)
-    q, k, v = (grad_in(t).contiguous().requires_grad_() for t in whole.inputs[:3])
+    is_whole = cell.method == ONE_GPU
+    *inputs, grad = (t if is_whole else method.cut(t, cell, group.rank).contiguous() for t in whole.inputs)
+    q, k, v = (t.requires_grad_() for t in inputs)
     attend = method.bind(cell, setting)
-    found = forward_without_grad(attend, q, k, v), *both(attend, q, k, v, out_in(whole.inputs[3]).contiguous())
-    expected = out_in(whole.exact[0]), *(grad_in(t) for t in whole.exact[1:])
+    found = forward_without_grad(attend, q, k, v), *both(attend, q, k, v, grad)
+    expected = tuple(t if is_whole else method.cut(t, cell, group.rank) for t in whole.exact)
     found, expected = (tuple(method.real(t, cell, group.rank) for t in tensors) for tensors in (found, expected))
     return {"errors": dict(zip(_ERRORS, relative_errors(found, expected, group), strict=True))}
-
-
-def _cutters(method: Method, cell: Cell, group: RankGroup) -> Any:
-    if cell.method == ONE_GPU:  # the whole sequence
-        return (lambda whole: whole), (lambda whole: whole)
-    return (
-        lambda whole: method.cut_input(whole, cell, group.rank),
-        lambda whole: method.cut_output(whole, cell, group.rank),
-    )
 
 
 def relative_errors(found: Sequence[Tensor], expected: Sequence[Tensor], group: RankGroup) -> list[float]:

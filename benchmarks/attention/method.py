@@ -192,26 +192,18 @@ class Method(ABC):
         layout = make_layout(self.layout(cell), cell.ranks, cell.tokens // cell.ranks, mask_of(cell.mask, cell.tokens))
         return torch.cat([run.start + run.stride * torch.arange(run.tokens) for run in layout.runs(rank)])
 
-    def cut_input(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
-        """Return a rank's part of q, k or v `[batch, tokens, heads, head_dim]`, or of its gradient."""
+    def cut(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
+        """Return a rank's part of q, k, v or the output `[batch, tokens, heads, head_dim]`, or of its gradient."""
         return whole[:, self.positions(cell, rank).to(whole.device)]
-
-    def cut_output(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
-        """Return a rank's part of the output, or of its gradient."""
-        return self.cut_input(whole, cell, rank)
 
     def real(self, held: Tensor, cell: Cell, rank: int) -> Tensor:
         """Return a rank's output or gradient without padding."""
         del cell, rank
         return held
 
-    def input_shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
-        """Return the shape of a rank's q, k or v."""
+    def shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
+        """Return the shape of a rank's q, k, v or output, which has as many heads as q."""
         return cell.batch, cell.tokens // cell.ranks, heads, cell.head_dim
-
-    def output_shape(self, cell: Cell) -> tuple[int, ...]:
-        """Return the shape of a rank's output."""
-        return self.input_shape(cell, cell.heads)
 
 
 def heads_refusal(cell: Cell) -> str | None:
@@ -244,8 +236,8 @@ class OneGpu(Method):
         """See `Method.bind`."""
         return applied(_Local, setting.kernel, pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5)
 
-    def input_shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
-        """See `Method.input_shape`."""
+    def shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
+        """See `Method.shape`."""
         own = one_gpu_cell(cell)
         return cell.batch, own.tokens, own.heads if heads == cell.heads else own.kv_heads, cell.head_dim
 
@@ -313,8 +305,7 @@ def random_inputs(method: Method, cell: Cell, device: torch.device, seed: int) -
     """Return q, k, v, which require gradients, and dO."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype: torch.dtype = getattr(torch, cell.dtype)
-    shapes = [method.input_shape(cell, heads) for heads in (cell.heads, cell.kv_heads, cell.kv_heads)]
-    shapes.append(method.output_shape(cell))
+    shapes = [method.shape(cell, heads) for heads in (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)]
     *inputs, grad = (torch.randn(s, generator=generator, device=device, dtype=dtype) for s in shapes)
     return *(t.requires_grad_() for t in inputs), grad
 

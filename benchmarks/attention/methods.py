@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.attention.cells import BALANCED, MASKS, TREE, Cell, Traffic, mask_of, sizes
 from benchmarks.attention.method import Attend, Method, OneGpu, Setting
 from benchmarks.attention.packages import BurstAttentionPackage, RingFlashAttention, RingFlashAttentionLlama3, Yunchang
-from benchmarks.attention.peers import AllGatherKV, RingLi, TensorParallelV1, TensorParallelV3, Ulysses
+from benchmarks.attention.peers import RingLi, Ulysses
 from bmburst.attention.api import burst_attention, resolve_group
 from bmburst.attention.call import AttentionCall, decide
 from bmburst.attention.options import AttentionOptions
@@ -46,7 +46,7 @@ class Ours(Method):
     def resolve(self, cell: Cell, setting: Setting) -> tuple[Traffic | None, dict[str, Any]]:
         """See `Method.resolve`: returns the library's choices for these shapes."""
         dtype: torch.dtype = getattr(torch, cell.dtype)
-        shapes = [self.input_shape(cell, heads) for heads in (cell.heads, cell.kv_heads)]
+        shapes = [self.shape(cell, heads) for heads in (cell.heads, cell.kv_heads)]
         q, k = (torch.empty(s, dtype=dtype, device=setting.group.device) for s in shapes)
         options = AttentionOptions(**self._options(cell, setting))
         call = decide(resolve_group(self._group(setting)), q, k, k, None, options)
@@ -138,6 +138,6 @@ def all_methods(device: str) -> dict[str, Method]:
     They run in this order: one GPU, bmburst with automatic choices, close peers, all bmburst variants, other peers.
     """
     first, *others = ours_on(device)
-    peers = (AllGatherKV(), Yunchang(), BurstAttentionPackage(), TensorParallelV1(), TensorParallelV3(), RingLi())
-    listed = (OneGpu(), first, Ulysses(), RingFlashAttention(), RingFlashAttentionLlama3(), *others, *peers)
+    close = (Ulysses(), RingFlashAttention(), RingFlashAttentionLlama3())
+    listed = (OneGpu(), first, *close, *others, Yunchang(), BurstAttentionPackage(), RingLi())
     return {method.name: method for method in listed}

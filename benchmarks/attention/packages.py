@@ -143,8 +143,8 @@ class RingFlashAttention(PackageMethod):
             return super().positions(cell, rank)
         return torch.tensor(zigzag_positions(sample_document_lengths(cell.tokens), cell.ranks, rank))
 
-    def cut_input(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
-        """See `Method.cut_input`: padding holds zeros."""
+    def cut(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
+        """See `Method.cut`: padding holds zeros."""
         places = self.positions(cell, rank).to(whole.device)
         return whole[:, places].masked_fill_((places < 0)[:, None, None], 0.0)
 
@@ -152,8 +152,8 @@ class RingFlashAttention(PackageMethod):
         """See `Method.real`."""
         return held[:, (self.positions(cell, rank) >= 0).to(held.device)]
 
-    def input_shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
-        """See `Method.input_shape`."""
+    def shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
+        """See `Method.shape`."""
         return cell.batch, self._held(cell), heads, cell.head_dim
 
     def _held(self, cell: Cell) -> int:

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.engine.kinds import OK, ONE_GPU, BaseCell, C, Results, Row
 from bmburst.amounts import short
@@ -176,14 +176,6 @@ def panel(path: Path, title: str, setting: str, fill: Callable[[Any], None]) -> 
     return path
 
 
-def scale_heights(axes: Any, *, logarithmic: bool) -> None:
-    """Let the y axis start at 0, or make it logarithmic."""
-    if logarithmic:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
-
-
 def set_title(figure: Any, title: str, setting: str) -> None:
     """Set title and subtitle of a figure of width `WIDTH`, wrapped to fit."""
     capitalized = title[:1].upper() + title[1:]
@@ -202,6 +194,42 @@ def plot_methods(axes: Any, rows: Rows[C], column: Callable[[C], int], value: Ca
             *(zip(*points, strict=True) if points else ((), ())), label=_NAMES.get(method, method), **styles[method]
         )
     axes.set_xticks(range(len(columns)), [short(n) for n in columns])
+
+
+class Panel(NamedTuple):
+    """A quantity that is drawn for each method over the columns of a comparison."""
+
+    suffix: str  # of the picture's name
+    label: str  # of the y axis
+    value: Callable[[Row], float | None]  # of a row
+    is_logarithmic: bool = False  # whether the y axis is; otherwise it starts at 0
+    bound: str = ""  # key of its lower bound in `bounds` of a row; "" for none
+
+
+def draw_panels(
+    title: str, rows: Rows[C], panels: Iterable[Panel], column: Callable[[C], int], start: Path, axis: str
+) -> Iterator[Path]:
+    """Draw a picture of each panel and yield its path: `start`, a hyphen and its suffix. `axis` labels the columns."""
+    for each in panels:
+
+        def fill(axes: Any, each: Panel = each) -> None:
+            plot_methods(axes, rows, column, each.value)
+            _draw_bound(axes, rows, column, each.bound)
+            if each.is_logarithmic:
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(bottom=0)
+            axes.set_ylabel(each.label)
+            axes.set_xlabel(axis)
+
+        yield panel(start.with_name(f"{start.name}-{each.suffix}.png"), each.label, title, fill)
+
+
+def _draw_bound(axes: Any, rows: Rows[C], column: Callable[[C], int], what: str) -> None:
+    columns = columns_of(rows, column)
+    of_rows = ((columns.index(column(cell)), row.get("bounds", {}).get(what)) for cell, row in rows)
+    if least := {place: bound for place, bound in of_rows if bound is not None}:
+        axes.plot(*zip(*sorted(least.items()), strict=True), label="bound", color="#000000", linestyle="--")
 
 
 def is_measured(rows: Rows[C]) -> bool:

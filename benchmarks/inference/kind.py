@@ -8,18 +8,17 @@ from typing import Any
 
 from benchmarks.engine.kinds import OK, Kind, Results, Row, selection_of
 from benchmarks.engine.report import (
+    Panel,
     Rows,
     columns_of,
+    draw_panels,
     grid,
     groups,
     is_measured,
     known,
     markdown_table,
     of_whom,
-    panel,
-    plot_methods,
     ranks_name,
-    scale_heights,
 )
 from benchmarks.inference.cells import (
     CAUSAL,
@@ -180,15 +179,13 @@ def _beside_paper(rows: Rows[InferenceCell]) -> list[str]:
     return [*markdown_table(["the paper, s", *map(short, columns)], lines), "", f"{found['source']}.", ""]
 
 
-Panel = tuple[str, str, Callable[[Row], float | None], str]
-"""Suffix of a picture's name, label of the y axis, value of a row, and key of the bound or ""."""
-_PANELS: Sequence[Panel] = (
-    ("first-token", "seconds to the first token", lambda row: row[FIRST], FIRST),
-    ("first-token-over-bound", "first token over the bound", lambda row: row.get("ratios", {}).get(FIRST), ""),
-    ("token", "milliseconds a token", lambda row: row[TOKEN], TOKEN),
-    ("memory", "peak GiB a rank", lambda row: row["peak_memory_gib"], ""),
+_PANELS = (
+    Panel("first-token", "seconds to the first token", lambda row: row[FIRST], is_logarithmic=True, bound=FIRST),
+    Panel("first-token-over-bound", "first token over the bound", lambda row: row.get("ratios", {}).get(FIRST)),
+    Panel("token", "milliseconds a token", lambda row: row[TOKEN], bound=TOKEN),
+    Panel("memory", "peak GiB a rank", lambda row: row["peak_memory_gib"]),
 )
-_SPEED: Panel = ("speed", "tokens/s of all prompts", lambda row: row["tokens_per_second"], "")
+_SPEED = Panel("speed", "tokens/s of all prompts", lambda row: row["tokens_per_second"])
 
 
 def draw(results: Results[InferenceCell], stem: Path) -> list[Path]:
@@ -210,29 +207,9 @@ def timeline_title(cell: InferenceCell) -> tuple[str, str]:
 
 
 def _draw(title: str, rows: Rows[InferenceCell], start: Path) -> Iterator[Path]:
-    column, is_batch = _column(rows[0][0]), rows[0][0].suite == "batch"
-    for end, name, value, bound in [*_PANELS, _SPEED] if is_batch else _PANELS:
-
-        def fill(axes: Any, name: str = name, value: Callable[[Row], float | None] = value, bound: str = bound) -> None:
-            plot_methods(axes, rows, column, value)
-            if bound:
-                _draw_bound(axes, rows, column, bound)
-            scale_heights(axes, logarithmic=bound == FIRST)
-            axes.set_ylabel(name)
-            axes.set_xlabel("prompts at once" if is_batch else "tokens of the prompt")
-
-        yield panel(start.with_name(f"{start.name}-{end}.png"), name, title, fill)
-
-
-def _draw_bound(axes: Any, rows: Rows[InferenceCell], column: Callable[[InferenceCell], int], what: str) -> None:
-    columns = columns_of(rows, column)
-    least = {columns.index(column(cell)): row["bounds"][what] for cell, row in rows if _has_bounds(row)}
-    if least:
-        axes.plot(*zip(*sorted(least.items()), strict=True), label="bound", color="#000000", linestyle="--")
-
-
-def _has_bounds(row: Row) -> bool:
-    return row["status"] == OK and "bounds" in row
+    is_batch = rows[0][0].suite == "batch"
+    panels, axis = ([*_PANELS, _SPEED], "prompts at once") if is_batch else (_PANELS, "tokens of the prompt")
+    yield from draw_panels(title, rows, panels, _column(rows[0][0]), start, axis)
 
 
 def _path(stem: Path, cell: InferenceCell) -> Path:

@@ -2,12 +2,13 @@
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.kinds import OK, Kind, Results, Row, selection_of
-from benchmarks.engine.report import Rows, is_measured, of_whom, panel, plot_methods, ranks_name, scale_heights
+from benchmarks.engine.kinds import OK, Kind, Results, selection_of
+from benchmarks.engine.report import Panel, Rows, draw_panels, is_measured, of_whom, panel, ranks_name
 from benchmarks.training.cells import METHODS, STEPS, ZERO, TrainCell, TrainSelection, flops, list_cells
 from benchmarks.training.report import (
     MEDIAN_STEPS,
@@ -30,20 +31,15 @@ from bmburst.train.sources import check_data_path
 
 _BUILDING = 10.0  # seconds of a cell before its steps: creating weights, compiling kernels, measuring rates
 _FEW = 5  # steps of a long cell, including warm-up
-Panel = tuple[str, str, Callable[[Row], float | None]]
-"""Suffix of a picture's name, label of the y axis, and the value of a row."""
-_OVER_TOKENS: Sequence[Panel] = (
-    ("seconds", "seconds a step", lambda row: row["milliseconds"]["median"] / 1e3),
-    ("ratio", "step over the bound", lambda row: row["ratio"]),
-    ("speed", "tokens/s a GPU", lambda row: row["tokens_per_second"]),
-    ("memory", "peak GiB a GPU", lambda row: row["peak_memory_gib"]),
+_SPEED = Panel("speed", "tokens/s a GPU", lambda row: row["tokens_per_second"])
+_MEMORY = Panel("memory", "peak GiB a GPU", lambda row: row["peak_memory_gib"])
+_OVER_TOKENS = (
+    Panel("seconds", "seconds a step", lambda row: row["milliseconds"]["median"] / 1e3, is_logarithmic=True),
+    Panel("ratio", "step over the bound", lambda row: row["ratio"]),
+    *(_SPEED, _MEMORY),
 )
-_OVER_RANKS: Sequence[Panel] = (
-    ("total", "tokens/s of all GPUs", lambda row: row["tokens_per_second"] * row["cell"]["ranks"]),
-    ("speed", "tokens/s a GPU", lambda row: row["tokens_per_second"]),
-    ("memory", "peak GiB a GPU", lambda row: row["peak_memory_gib"]),
-)
-_LOGARITHMIC = "seconds"
+_TOTAL = Panel("total", "tokens/s of all GPUs", lambda row: row["tokens_per_second"] * row["cell"]["ranks"])
+_OVER_RANKS = (_TOTAL, _SPEED, _MEMORY)
 
 
 def _configure(group: argparse._ArgumentGroup) -> None:
@@ -120,12 +116,13 @@ def _estimate(results: Results[TrainCell], cell: TrainCell) -> float:
 def draw(results: Results[TrainCell], stem: Path) -> list[Path]:
     """Draw every comparison that has a measured cell, and return the pictures' paths."""
     paths: list[Path] = []
-    for title, rows in over_tokens(results):
-        if is_measured(rows):
-            paths += _panels(title, rows, _OVER_TOKENS, lambda cell: cell.tokens, _path(stem, rows, "tokens"))
-    for title, rows in over_ranks(results):
-        if is_measured(rows):
-            paths += _panels(title, rows, _OVER_RANKS, lambda cell: cell.ranks, _path(stem, rows, "gpus"))
+    for find, panels, name, column, axis in (
+        (over_tokens, _OVER_TOKENS, "tokens", "tokens", "tokens of the sequence"),
+        (over_ranks, _OVER_RANKS, "gpus", "ranks", "GPUs"),
+    ):
+        for title, rows in find(results):
+            if is_measured(rows):
+                paths += draw_panels(title, rows, panels, attrgetter(column), _path(stem, rows, name), axis)
     for suite in ("loss", "curve"):
         for title, rows in trained(results, suite):
             if is_measured(rows):
@@ -139,20 +136,6 @@ def timeline_title(cell: TrainCell) -> tuple[str, str]:
         f"Timeline of a training step by {of_whom(cell)}",
         f"{model_of(cell)}, {short(cell.tokens)} tokens, {ranks_name(cell)}",
     )
-
-
-def _panels(
-    title: str, rows: Rows[TrainCell], panels: Sequence[Panel], column: Callable[[TrainCell], int], start: Path
-) -> Iterator[Path]:
-    for end, name, value in panels:
-
-        def fill(axes: Any, end: str = end, name: str = name, value: Callable[[Row], float | None] = value) -> None:
-            plot_methods(axes, rows, column, value)
-            scale_heights(axes, logarithmic=end == _LOGARITHMIC)
-            axes.set_ylabel(name)
-            axes.set_xlabel("tokens of the sequence" if panels is _OVER_TOKENS else "GPUs")
-
-        yield panel(start.with_name(f"{start.name}-{end}.png"), name, title, fill)
 
 
 def _draw_curves(title: str, rows: Rows[TrainCell], start: Path) -> Iterator[Path]:

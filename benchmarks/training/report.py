@@ -261,34 +261,35 @@ def _bound_of_all(rows: list[Row]) -> float:
 
 def _losses(rows: Rows[TrainCell], notes: dict[str, int]) -> list[str]:
     reference = reference_of(rows)
-    head = "| | first loss | last loss | furthest from one rank's, relative | gradient norms, likewise |"
-    lines = [head, "|---|---|---|---|---|"]
-    for cell, row in rows:
-        if row["status"] != OK:
-            lines.append(f"| {curve_name(cell)} | {note(row, notes)} |  |  |  |")
-            continue
+    columns = ["", "first loss", "last loss", "furthest from one rank's, relative", "gradient norms, likewise"]
+
+    def shown(row: Row) -> list[str]:
         curves = ("losses", "grad_norms")
         away = [known(None if reference is None else furthest(row, reference, what), ".1e") for what in curves]
-        first, last = row["losses"][0], row["losses"][-1]
-        lines.append(f"| {curve_name(cell)} | {first:.5f} | {last:.5f} | {' | '.join(away)} |")
-    return [*lines, "", f"{max(len(row.get('losses', ())) for _, row in rows)} steps.", ""]
+        return [f"{row['losses'][0]:.5f}", f"{row['losses'][-1]:.5f}", *away]
+
+    steps = max(len(row.get("losses", ())) for _, row in rows)
+    return [*_by_curve(columns, rows, shown, notes), "", f"{steps} steps.", ""]
 
 
 def _saves(rows: Rows[TrainCell], notes: dict[str, int]) -> list[str]:
-    lines = [
-        "| | GiB | a step, s | training waits, s | beside it, s | of it | on disk after, s | memory prepared, s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for cell, row in rows:
-        if row["status"] != OK:
-            lines.append(f"| {curve_name(cell)} | {note(row, notes)} |  |  |  |  |  |  |")
-            continue
-        waiting, beside = row["waiting_seconds"], row["beside_seconds"]
-        lines.append(
-            f"| {curve_name(cell)} | {row['gib']:.1f} | {row['milliseconds']['median'] / 1e3:.2f} | {waiting:.2f} | "
-            f"{beside:.2f} | {beside / waiting:.1%} | {row['writing_seconds']:.1f} | {row['prepared_seconds']:.1f} |"
-        )
-    return [*lines, ""]
+    columns = ["", "GiB", "a step, s", "training waits, s", "beside it, s", "of it", "on disk after, s"]
+
+    def shown(row: Row) -> list[str]:
+        waiting, beside, step = row["waiting_seconds"], row["beside_seconds"], row["milliseconds"]["median"] / 1e3
+        cells = [f"{row['gib']:.1f}", f"{step:.2f}", f"{waiting:.2f}", f"{beside:.2f}", f"{beside / waiting:.1%}"]
+        return [*cells, f"{row['writing_seconds']:.1f}", f"{row['prepared_seconds']:.1f}"]
+
+    return [*_by_curve([*columns, "memory prepared, s"], rows, shown, notes), ""]
+
+
+def _by_curve(
+    columns: Sequence[str], rows: Rows[TrainCell], shown: Callable[[Row], list[str]], notes: dict[str, int]
+) -> list[str]:
+    """Return a table with a line for each cell: its name and what `shown` returns, or the note why it has none."""
+    none = [""] * (len(columns) - 2)
+    cells = (shown(row) if row["status"] == OK else [note(row, notes), *none] for _, row in rows)
+    return markdown_table(columns, ([curve_name(cell), *own] for (cell, _), own in zip(rows, cells, strict=True)))
 
 
 def _curves(rows: Rows[TrainCell], notes: dict[str, int]) -> list[str]:

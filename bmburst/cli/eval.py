@@ -23,7 +23,7 @@ from bmburst.train.sources import check_sources, hold_records
 
 if TYPE_CHECKING:
     from bmburst.train.evaluate import PositionBin
-    from bmburst.train.objective import Measurement
+    from bmburst.train.metrics import Measurement
 
 HELP = (
     "Evaluate a checkpoint on held-out text: loss, bits per byte and perplexity, also by position; or on whether it "

@@ -322,7 +322,7 @@ def _generate(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
 def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     from bmburst.cli.recipe import require_recipe, write_recipe
-    from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Task
+    from bmburst.plan.candidates import SETTINGS, ZERO, ZERO_GROUPS, Task
     from bmburst.plan.presentation import as_json, report
     from bmburst.plan.search import best_of_each, remedy, search
     from bmburst.schedule.pipeline import default_batch
@@ -341,20 +341,16 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
     shared, answers, pack = _shared(args, settings, model)
     degrees = _degrees(args)
     pipe, data = degrees.get("pipe", (1,)), degrees.get("data", (1,))
-    micro_batch = settings.get("micro_batch_size", 1)
+    step = {name: settings[setting] for name, setting in SETTINGS.items() if setting in settings}
+    step.setdefault("batch", default_batch(max(pipe), step.get("micro_batch", 1), max(data)))
+    if args.longest:
+        step["sequence"] = max(1, gpus)  # to begin with
     task = Task(
         model=model,
         preset=name,
         init_from=directory,
-        sequence=max(1, gpus) if args.longest else settings["sequence_length"],  # --longest finds it
         gpus=gpus,
         nodes=args.nodes,
-        batch=settings.get("batch_size", default_batch(max(pipe), micro_batch, max(data))),
-        micro_batch=micro_batch,
-        dtype=settings.get("dtype", "bfloat16"),
-        state=settings.get("optimizer.state", "float32"),
-        loss_chunk=settings.get("loss_chunk_tokens", 1024),
-        mlp_chunk=settings.get("mlp_chunk_tokens"),
         lora=None if args.longest else lora,
         pairs=pairs,
         pack=pack,
@@ -362,6 +358,7 @@ def _plan(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
         answers=answers,
         second_model=pairs and (lora is None or bool(lora.modules_to_save) or args.longest),
         host_memory=settings.get("host_memory"),
+        **step,
     )
     if args.longest:
         return _longest(args, settings, task)

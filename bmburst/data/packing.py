@@ -124,7 +124,13 @@ class PartOfCorpus(ABC):
     """One split of a corpus in sequences of fixed length: its options, and the order of its samples in training."""
 
     def __init__(
-        self, token_file: TokenFile, split: str, sequence_length: int, held_out_fraction: float, pack: str
+        self,
+        token_file: TokenFile,
+        *,
+        split: str,
+        sequence_length: int,
+        held_out_fraction: float = HELD_OUT_FRACTION,
+        pack: str = "stream",
     ) -> None:
         require_known("split", split, SPLITS)
         require_known("pack", pack, PACKS)
@@ -138,6 +144,11 @@ class PartOfCorpus(ABC):
         self.sequence_length = sequence_length
         self.held_out_fraction = held_out_fraction
         self.pack = pack
+        self._find_samples()
+
+    @abstractmethod
+    def _find_samples(self) -> None:
+        """Find the samples of the split; raises the errors of the class."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -203,26 +214,18 @@ class PackedSequences(PartOfCorpus):
         UserError: A value is out of range, or "train" has less than one full sequence.
     """
 
-    def __init__(
-        self,
-        token_file: TokenFile,
-        *,
-        split: str,
-        sequence_length: int,
-        held_out_fraction: float = HELD_OUT_FRACTION,
-        pack: str = "stream",
-    ) -> None:
-        super().__init__(token_file, split, sequence_length, held_out_fraction, pack)
-        if split == "all" or (split == "train" and not held_out_fraction):
+    def _find_samples(self) -> None:
+        token_file, sequence_length = self.token_file, self.sequence_length
+        if self.split == "all" or (self.split == "train" and not self.held_out_fraction):
             spans = np.array([[0, token_file.token_count]], np.int64)
         else:
-            parts = split_documents(token_file, held_out_fraction)
-            spans = parts.train if split == "train" else parts.held_out
+            parts = split_documents(token_file, self.held_out_fraction)
+            spans = parts.train if self.split == "train" else parts.held_out
         self._spans = spans
         self._ends = np.cumsum(spans[:, 1] - spans[:, 0])  # end of each span, in labels
         self.label_count = int(self._ends[-1])
         self.partial_labels = self.label_count % sequence_length
-        if split == "train" and not len(self):
+        if self.split == "train" and not len(self):
             raise UserError(
                 f"data {token_file.path}: {self.label_count} tokens to train on are less than one sequence of "
                 f"{sequence_length}\n"

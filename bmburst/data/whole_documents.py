@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.data.packing import HELD_OUT_FRACTION, PackedSequences, PartOfCorpus, held_out_documents
+from bmburst.data.packing import PackedSequences, PartOfCorpus, held_out_documents
 from bmburst.data.token_file import TokenFile
 from bmburst.errors import UserError
 from bmburst_ops import IGNORE_INDEX
@@ -58,26 +58,18 @@ class WholeDocuments(PartOfCorpus):
         UserError: A value is out of range, or no record is left.
     """
 
-    def __init__(
-        self,
-        token_file: TokenFile,
-        *,
-        split: str,
-        sequence_length: int,
-        held_out_fraction: float = HELD_OUT_FRACTION,
-        pack: str = "stream",
-    ) -> None:
-        super().__init__(token_file, split, sequence_length, held_out_fraction, pack)
+    def _find_samples(self) -> None:
+        token_file, sequence_length = self.token_file, self.sequence_length
         in_part = np.ones(token_file.document_count, bool)
-        if split == "held_out" or (split == "train" and held_out_fraction):
-            held = held_out_documents(token_file, held_out_fraction)  # documents of a record have one key
-            in_part = held if split == "held_out" else ~held
-        self._units = _units(token_file, in_part, sequence_length, shares=pack == "trees")
+        if self.split == "held_out" or (self.split == "train" and self.held_out_fraction):
+            held = held_out_documents(token_file, self.held_out_fraction)  # documents of a record have one key
+            in_part = held if self.split == "held_out" else ~held
+        self._units = _units(token_file, in_part, sequence_length, shares=self.pack == "trees")
         sizes, part = self._units.sizes(token_file.document_offsets), in_part[self._units.first]
         taken = np.flatnonzero(part & (sizes <= sequence_length))
         self.left_out = int(part.sum()) - len(taken)
-        if not len(taken) and split != "held_out":  # an evaluation may be empty
-            what = "record to train on" if split == "train" else "record"
+        if not len(taken) and self.split != "held_out":  # an evaluation may be empty
+            what = "record to train on" if self.split == "train" else "record"
             raise UserError(
                 f"data {token_file.path}: no {what} is left, all {self.left_out} are longer than "
                 f"sequence_length {sequence_length}\nallowed: at least {int(sizes[part].min(initial=2**62))} tokens, "

@@ -6,13 +6,16 @@ outermost, tensor ranks, ranks that exchange heads (Ulysses), the ring or gather
 ranks, and stages of a pipeline.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import cast
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig, kv_heads_at_once, mlp_chunk
 from bmburst.blocks.dtypes import ITEMSIZE, DtypeName
+from bmburst.config import option_name
 from bmburst.errors import UserError, require_known
 from bmburst.optim.config import MOMENT_BYTES, State
 from bmburst.plan.counts import WIDE, Operators, block_parameters, causal_pairs, four_bit_saving, head_layers
@@ -83,7 +86,8 @@ class Task:
     def __post_init__(self) -> None:
         for name in ("sequence", "gpus", "nodes", "batch", "micro_batch", "loss_chunk"):
             if getattr(self, name) < 1:
-                raise UserError(f"{_OPTIONS[name]} {getattr(self, name)}\nfix: at least 1")
+                setting = SETTINGS.get(name, {"gpus": "nproc"}.get(name, name))
+                raise UserError(f"{option_name(setting, {})} {getattr(self, name)}\nfix: at least 1")
         if self.mlp_chunk is not None and self.mlp_chunk < 0:
             raise UserError(f"--mlp-chunk-tokens {self.mlp_chunk}\nfix: at least 1, or 0 for all tokens at once")
         if self.gpus > MOST_GPUS or self.gpus % self.nodes:
@@ -155,15 +159,18 @@ class Task:
         return ITEMSIZE[self.dtype]
 
 
-# Options of `bmburst plan`, for messages.
-_OPTIONS = {
-    "sequence": "--sequence-length",
-    "gpus": "--nproc",
-    "nodes": "--nodes",
-    "batch": "--batch-size",
-    "micro_batch": "--micro-batch-size",
-    "loss_chunk": "--loss-chunk-tokens",
-}
+SETTINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "sequence": "sequence_length",
+        "batch": "batch_size",
+        "micro_batch": "micro_batch_size",
+        "dtype": "dtype",
+        "state": "optimizer.state",
+        "loss_chunk": "loss_chunk_tokens",
+        "mlp_chunk": "mlp_chunk_tokens",
+    }
+)
+"""Dotted names of the fields of `TrainConfig` that are fields of a `Task`, by their names in it."""
 
 
 class Offload(Enum):

@@ -34,7 +34,8 @@ from bmburst.mesh import Mesh
 from bmburst.outputs import blank_picture, save_picture
 from bmburst.train.config import EvalConfig
 from bmburst.train.loading import causal_cut
-from bmburst.train.objective import Measurement, measure
+from bmburst.train.metrics import Measurement
+from bmburst.train.objective import measure
 from bmburst.train.text import say_left_out, say_too_long
 from bmburst_ops import IGNORE_INDEX
 

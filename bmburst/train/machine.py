@@ -6,6 +6,7 @@ Imports no torch at its top. The launcher does not open a GPU, so each rank chec
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from bmburst.amounts import GIB, bytes_text
@@ -14,7 +15,7 @@ from bmburst.errors import UserError
 from bmburst.launch import devices
 from bmburst.memory import available_bytes, total_bytes
 from bmburst.optim.config import OptimizerConfig, smaller_states
-from bmburst.plan.candidates import Candidate, Offload, Task
+from bmburst.plan.candidates import SETTINGS, Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, host_state, memory_of
 from bmburst.plan.ways import with_attention_choice
 from bmburst.recompute.policy import AUTO
@@ -46,18 +47,12 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
     shape, parallel = config.mesh_shape(ranks), config.parallel
     task = Task(
         model=config.model,
-        sequence=config.sequence_length,
         gpus=ranks,
         nodes=nodes,
-        batch=config.batch_size,
-        micro_batch=config.micro_batch_size,
-        dtype=config.dtype,
-        state=config.optimizer.state,
-        loss_chunk=config.loss_chunk_tokens,
-        mlp_chunk=config.mlp_chunk_tokens,
         lora=config.lora if config.lora.is_on else None,
         pairs=config.dpo.is_on,
         second_model=config.reference is not None,
+        **{name: attrgetter(setting)(config) for name, setting in SETTINGS.items()},
     )
     group = {"node": ranks // nodes, "world": ranks, "auto": ranks}.get(str(parallel.zero_group), parallel.zero_group)
     way = Candidate(

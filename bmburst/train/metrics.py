@@ -81,28 +81,37 @@ class StepMetrics:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalMetrics:
+class Measurement:
+    """Result of an evaluation.
+
+    Attributes:
+        loss: Mean over the labels, in nats per token; in preference training over the pairs, in nats.
+        bits_per_byte: The loss in bits per byte of the text in UTF-8; None for pairs.
+        perplexity: exp(loss); None for pairs.
+        tokens: Number of evaluated labels.
+        reward_margin: Mean over pairs of the chosen answer's reward minus the rejected one's; None without pairs.
+        reward_accuracy: Fraction of the pairs with a positive margin; None without pairs.
+    """
+
+    loss: float
+    bits_per_byte: float | None = None
+    perplexity: float | None = None
+    tokens: int
+    reward_margin: float | None = None
+    reward_accuracy: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalMetrics(Measurement):
     """One evaluation on held-out text or on a validation file: a line of evals.jsonl.
 
     Attributes:
         step: Number of optimizer steps before the evaluation.
         data: "held_out", or the name of the validation file.
-        loss: Mean over the tokens, in nats per token; in preference training over the pairs, in nats.
-        bits_per_byte: The loss in bits per byte of text; None in preference training.
-        perplexity: exp(loss); None in preference training.
-        tokens: Number of evaluated tokens.
-        reward_margin: As in `StepMetrics`.
-        reward_accuracy: As in `StepMetrics`.
     """
 
     step: int
-    loss: float
-    bits_per_byte: float | None
-    perplexity: float | None
-    tokens: int
     data: str = HELD_OUT
-    reward_margin: float | None = None
-    reward_accuracy: float | None = None
 
 
 class MetricsWriter:
@@ -194,7 +203,7 @@ def _open_lines(path: Path, first_step: int) -> TextIO:
 
 def _values(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
     """Return a line's values. Those of `_NOT_ALWAYS` are left out where unknown."""
-    values = dataclasses.asdict(metrics)
+    values = {"step": metrics.step, **dataclasses.asdict(metrics)}  # the step first
     values |= {f"grad_norm_{kind}": norm for kind, norm in values.pop("grad_norms", {}).items()}
     return {key: value for key, value in values.items() if value is not None or not key.startswith(_NOT_ALWAYS)}
 

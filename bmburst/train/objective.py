@@ -20,33 +20,13 @@ from bmburst.schedule.tree import Tree
 from bmburst.sequence import SequenceShard
 from bmburst.train.config import TrainConfig
 from bmburst.train.loading import LocalBatch, evaluated_part, token_losses
+from bmburst.train.metrics import Measurement
 from bmburst.train.pipelined import stage_loss
 from bmburst_ops import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
     from bmburst.train.evaluate import LossByPosition
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
-    """Result of an evaluation.
-
-    Attributes:
-        loss: Mean over the labels, in nats per token; for preference pairs the mean over pairs, in nats.
-        tokens: Number of evaluated labels.
-        bits_per_byte: The loss in bits per byte of the text in UTF-8; None for pairs.
-        perplexity: exp(loss); None for pairs.
-        reward_margin: Mean over pairs of the chosen answer's reward minus the rejected one's; None without pairs.
-        reward_accuracy: Fraction of the pairs with a positive margin; None without pairs.
-    """
-
-    loss: float
-    tokens: int
-    bits_per_byte: float | None = None
-    perplexity: float | None = None
-    reward_margin: float | None = None
-    reward_accuracy: float | None = None
 
 
 def measure(

@@ -4,7 +4,7 @@ import math
 
 from benchmarks.attention.cells import Cell, Selection, accuracy_ranks, forward_flops, list_cells, one_gpu_cell, sizes
 
-NAMES = ("one-gpu", "ours", "ulysses", "tensor-parallel-v1", "ours-balanced", "ring-flash-attn-llama3")
+NAMES = ("one-gpu", "ours", "ulysses", "ours-balanced", "ring-flash-attn-llama3")
 
 
 def selection(**changes):
@@ -42,7 +42,6 @@ def test_suites_have_the_shapes_they_promise():
     assert lengths == {32768, 65536, 131072, 262144, 524288, 1048576}
     assert {c.batch for c in cells if c.suite == "batch"} == {1, 2, 4, 8}
     assert {(c.heads, c.kv_heads) for c in cells if c.suite != "block"} == {(32, 32), (32, 8)}
-    assert not any(c.method.startswith("tensor") for c in cells if c.suite == "block")
     for suite, tokens in (("documents", {131072, 524288}), ("window", {262144})):
         own = [c for c in cells if c.suite == suite]
         assert {c.tokens for c in own} == tokens and {c.mask for c in own} == {suite}

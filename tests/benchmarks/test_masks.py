@@ -121,11 +121,11 @@ def test_what_cannot_do_a_mask_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ring_flash_attn", torch)
     able = {mask: {name for name, m in METHODS.items() if m.mask_refusal(cell(mask, name)) is None} for mask in MASKED}
     ours = {name for name in METHODS if name.startswith("ours")}
-    both = ours | {"one-gpu", "ulysses", "tensor-parallel-v1", "tensor-parallel-v3"}
+    both = ours | {"one-gpu", "ulysses"}
     assert able["window"] == both
     assert able["documents"] == both | {"ring-flash-attn", "ring-flash-attn-llama3"}
     assert "ignore the window in backward" in METHODS["ring-flash-attn"].refusal(cell("window"))
-    assert "masks only, not 'documents'" in METHODS["allgather-kv"].refusal(cell())
+    assert "masks only, not 'documents'" in METHODS["ring-li-2021"].refusal(cell())
     assert "multiples of 64 tokens" in METHODS["ours-ring-peer-balanced"].refusal(cell(tokens=131072 + 16))
     assert METHODS["ours-ring-peer-balanced"].refusal(cell()) is None
     named = {

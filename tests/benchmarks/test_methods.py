@@ -24,7 +24,7 @@ from tests.benchmarks.masked import visible
 from tests.distributed.processes import on_processes
 
 METHODS = all_methods("cpu")
-PEERS = ("ulysses", "allgather-kv", "tensor-parallel-v1", "tensor-parallel-v3", "ring-li-2021")
+PEERS = ("ulysses", "ring-li-2021")
 OURS = tuple(name for name in METHODS if name.startswith("ours"))
 
 
@@ -81,17 +81,17 @@ def test_ours_computes_attention_by_what_its_name_says():
 def test_documents_and_a_window_are_computed_on_three_ranks():
     group = RankGroup(process_group=dist.group.WORLD, rank=dist.get_rank(), size=3, device=torch.device("cpu"))
     names = ("heads-gloo", "gather-gloo", "ring-gloo", "gather-gloo-balanced", "ring-gloo-balanced")
-    for method in ("ulysses", "tensor-parallel-v3", "ours", "ours-balanced", *(f"ours-{name}" for name in names)):
+    for method in ("ulysses", "ours", "ours-balanced", *(f"ours-{name}" for name in names)):
         for changes in MASKED:
             _compare(cell(method, 3, **changes, heads=6, kv_heads=3), group)
     sys.modules["ring_flash_attn"] = SimpleNamespace(zigzag_ring_flash_attn_varlen_func=_zigzag_in_documents)
     at = cell("ring-flash-attn", 3, **MASKED[0], heads=6, kv_heads=3)
     q, k, v, grad = random_whole(at)
     method = METHODS[at.method]
-    mine = [method.cut_input(t, at, group.rank) for t in (q, k, v)]
-    assert tuple(mine[0].shape) == method.input_shape(at, 6)
+    mine = [method.cut(t, at, group.rank) for t in (q, k, v)]
+    assert tuple(mine[0].shape) == method.shape(at, 6)
     found = method.bind(at, Setting(group=group, kernel=LocalKernel()))(*mine)
-    right = method.cut_output(definition(q, k, v, grad, at.mask)[0], at, group.rank)
+    right = method.cut(definition(q, k, v, grad, at.mask)[0], at, group.rank)
     torch.testing.assert_close(method.real(found, at, group.rank), method.real(right, at, group.rank))
 
 
@@ -118,13 +118,13 @@ def _compare(at, group):
     assert method.refusal(at) is None
     q, k, v, grad = random_whole(at)
     exact = definition(q, k, v, grad, at.mask)
-    mine = [method.cut_input(t, at, group.rank).contiguous().requires_grad_() for t in (q, k, v)]
-    assert [tuple(t.shape) for t in mine[:2]] == [method.input_shape(at, h) for h in (at.heads, at.kv_heads)]
-    out_grad = method.cut_output(grad, at, group.rank).contiguous()
-    assert tuple(out_grad.shape) == method.output_shape(at)
+    mine = [method.cut(t, at, group.rank).contiguous().requires_grad_() for t in (q, k, v)]
+    out_grad = method.cut(grad, at, group.rank).contiguous()
+    heads = at.heads, at.kv_heads, at.kv_heads, at.heads
+    assert [tuple(t.shape) for t in (*mine, out_grad)] == [method.shape(at, h) for h in heads]
     attend = method.bind(at, Setting(group=group, kernel=LocalKernel()))
     found = forward_without_grad(attend, *mine), *both(attend, *mine, out_grad)
-    expected = method.cut_output(exact[0], at, group.rank), *(method.cut_input(t, at, group.rank) for t in exact[1:])
+    expected = (method.cut(t, at, group.rank) for t in exact)
     for name, ours, right in zip(("O", "dQ", "dK", "dV"), found, expected, strict=True):
         error = ((ours - right).norm() / right.norm()).item()
         assert error < 1e-10, f"{at.key} {name}: relative error {error:.1e}"
@@ -140,17 +140,9 @@ class CountingParty(RankGroup):
         self.bytes[0] += parts.nbytes * (self.size - 1) / self.size
         return super(CountingParty, self).all_to_all(parts)
 
-    def all_gather(self, part):
-        self.bytes[0] += part.nbytes * (self.size - 1)
-        return super(CountingParty, self).all_gather(part)
-
     def reduce_scatter(self, parts):
         self.bytes[0] += parts[0].nbytes * (self.size - 1)
         return super(CountingParty, self).reduce_scatter(parts)
-
-    def all_reduce(self, tensor):
-        self.bytes[0] += 2 * tensor.nbytes * (self.size - 1) / self.size
-        return super(CountingParty, self).all_reduce(tensor)
 
     def rotate(self, tensor):
         self.bytes[0] += tensor.nbytes
@@ -167,21 +159,20 @@ def _count(at, plain):
             call()
         assert group.bytes[0] == expected, at.key
     rows = at.tokens * own.q / at.head_dim if at.method == "ring-li-2021" else own.q + own.statistics
-    copies = at.ranks if at.method == "allgather-kv" else 1
-    assert sum(t.nbytes for t in kept.values()) == own.q + 2 * own.k * copies + rows, at.key
+    assert sum(t.nbytes for t in kept.values()) == own.q + 2 * own.k + rows, at.key
 
 
 def test_what_cannot_be_dealt_out_is_refused():
-    for name in ("ulysses", "tensor-parallel-v1", "tensor-parallel-v3"):
-        assert "4 key/value heads do not divide by 8 ranks" in METHODS[name].refusal(cell(name, 8))
-        assert "6 query heads" in METHODS[name].refusal(cell(name, 4, heads=6, kv_heads=6))
-        assert METHODS[name].refusal(cell(name, 4)) is None
+    refusal = METHODS["ulysses"].refusal
+    assert "4 key/value heads do not divide by 8 ranks" in refusal(cell("ulysses", 8))
+    assert "6 query heads" in refusal(cell("ulysses", 4, heads=6, kv_heads=6))
+    assert refusal(cell("ulysses", 4)) is None
 
 
 def test_quadratic_memory_is_estimated():
     at = cell("ring-li-2021", 8, tokens=1 << 20, heads=32, kv_heads=32, head_dim=128, batch=1, dtype="bfloat16")
     assert METHODS["ring-li-2021"].memory(at) > 2**40
-    for name in ("ulysses", "allgather-kv", "ours", "tensor-parallel-v3"):
+    for name in ("ulysses", "ours"):
         assert 2**33 < METHODS[name].memory(at) < 2**37, name
 
 

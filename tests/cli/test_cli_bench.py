@@ -54,7 +54,7 @@ def test_two_ranks_measure_and_go_on(tmp_path):
         "--cells",
         wanted,
         "--methods",
-        "one-gpu,ours,ulysses,allgather-kv,yunchang,burst-attention",
+        "one-gpu,ours,ulysses,ring-li-2021,yunchang,burst-attention",
         "--output",
         "r.json",
     )
@@ -66,7 +66,7 @@ def test_two_ranks_measure_and_go_on(tmp_path):
     rows = {key.removesuffix("@2-cpu-float32"): row for key, row in content["rows"].items()}
     assert len(rows) == 16 and content["running"] is None
     assert "| host: microseconds a call, forward / backward |" in out
-    for name in ("one-gpu", "ours", "ulysses", "allgather-kv"):
+    for name in ("one-gpu", "ours", "ulysses", "ring-li-2021"):
         row = rows[f"sequence/256/4-2x8/causal/{name}"]
         assert row["host_us"]["forward"] > 0 and row["host_us"]["backward"] > 0
         assert row["status"] == "ok" and row["kernel"] == "cpu", row

@@ -7,11 +7,14 @@ import pytest
 from bmburst.amounts import GIB
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli.program import NOTHING_FITS, main
+from bmburst.optim.config import OptimizerConfig
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import adam_bytes
 from bmburst.plan.memory import memory_of
 from bmburst.plan.search import search
 from bmburst.schedule.hardware import load_hardware
+from bmburst.train.config import TrainConfig
+from bmburst.train.machine import planned
 from tests.refusals import refused, says
 
 H200 = load_hardware("h200")
@@ -81,3 +84,15 @@ def test_train_names_the_state_that_fits_this_host(capsys, tmp_path, monkeypatch
     words = ["train", "--optimizer.offload", "--steps", "1", "--dtype", "bfloat16", "--host-memory", "9M"]
     assert main(words) == 2
     says(capsys.readouterr().err, "optimizer.offload", "in reserve", "fix: --optimizer.state bfloat16")
+
+
+def test_a_run_is_planned_with_its_own_settings():
+    config = TrainConfig(
+        **{"sequence_length": 512, "batch_size": 4, "micro_batch_size": 2, "dtype": "float16"},
+        **{"loss_chunk_tokens": 256, "mlp_chunk_tokens": 128},
+        optimizer=OptimizerConfig(state="8bit"),
+    )
+    task = planned(config, 1, 1, load_hardware("h200")).task
+    chunks = task.loss_chunk, task.mlp_chunk
+    assert (task.sequence, task.batch, task.micro_batch, *chunks) == (512, 4, 2, 256, 128)
+    assert (task.dtype, task.state) == ("float16", "8bit")
