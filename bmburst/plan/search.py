@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
 
 from bmburst.amounts import GIB
-from bmburst.errors import UserError
 from bmburst.optim.config import smaller_states
 from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Candidate, Offload, Task
 from bmburst.plan.counts import CURRENT, Operators
