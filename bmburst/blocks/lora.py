@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import math
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -159,6 +160,12 @@ class LoRAConfig:
         rank = self.rank_of(module)
         return _value(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
+    def of_modules(self, option: str, model: "LlamaConfig") -> dict[str, float]:
+        """Return the rank ("rank_pattern") or the alpha ("alpha_pattern") of the adapter of each module of a model."""
+        default = self.rank if option == "rank_pattern" else self.alpha
+        names = (name for layer in range(model.num_layers) for name in self.modules(layer))
+        return {name: _value(getattr(self, option), name, default) for name in names}
+
     def is_saved(self, parameter: str) -> bool:
         """Return whether a parameter of the model, given by its full name, is trained whole."""
         module, _, leaf = parameter.rpartition(".")
@@ -266,7 +273,7 @@ def in_words(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return ",".join(value)
-    return value if isinstance(value, str) else f"{value:g}"
+    return str(value).removesuffix(".0")  # with all digits: a rounded number would be another one
 
 
 def _pattern(option: str, text: str, *, whole: bool) -> str:
@@ -275,7 +282,7 @@ def _pattern(option: str, text: str, *, whole: bool) -> str:
     try:
         re.compile(pattern)
         value = int(number) if whole else float(number)
-        is_fit = bool(pattern) and 0 < value <= 65536
+        is_fit = bool(pattern) and 0 < value <= (65536 if whole else sys.float_info.max)
     except (re.error, ValueError):
         is_fit = False
     if not is_fit:
@@ -284,7 +291,7 @@ def _pattern(option: str, text: str, *, whole: bool) -> str:
             f"{option}: '{text}' does not fit\nallowed: NAME=NUMBER, with {kind}; NAME is a regular expression\n"
             f"fix: {option} q_proj=8"
         )
-    return f"{pattern}={value:g}"
+    return f"{pattern}={in_words(value)}"
 
 
 def _value(patterns: tuple[str, ...], module: str, default: float) -> float:

@@ -192,20 +192,24 @@ class Adapter:
                 "fix: the model that the adapter was trained on, with the same lora.rank and lora.targets"
             )
 
-    def require_like(self, lora: LoRAConfig) -> None:
+    def require_like(self, lora: LoRAConfig, model: "LlamaConfig") -> None:
         """Raise UserError unless settings on which the meaning of the weights depends are those of a model's adapters.
 
-        Files of PEFT do not say whether the base was in 4 bits, so for them both are accepted.
+        Other patterns are the same settings if each module has the same number by them. Files of PEFT do not say
+        whether the base was in 4 bits, so for them both are accepted.
         """
         names = ("rank", "alpha", "matrices", "rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
         for name in (*names, *(() if self.sample is None else ("base",))):
-            here, there = (in_words(getattr(each, name)) for each in (lora, self.lora))
-            if here != there:
-                option = "targets" if name == "matrices" else name
-                fix = f"--lora.{option} {there}, as it was" if there else f"leave lora.{option} out, as it was"
-                raise UserError(
-                    f"lora.{option} is {here or 'empty'}, but {there or 'empty'} in {self.directory}\nfix: {fix}"
-                )
+            here, there = (getattr(each, name) for each in (lora, self.lora))
+            if here == there or (name == "modules_to_save" and set(here) == set(there)):
+                continue
+            if name.endswith("_pattern") and lora.of_modules(name, model) == self.lora.of_modules(name, model):
+                continue
+            here, there, option = in_words(here), in_words(there), "targets" if name == "matrices" else name
+            fix = f"--lora.{option} {there}, as it was" if there else f"leave lora.{option} out, as it was"
+            raise UserError(
+                f"lora.{option} is {here or 'empty'}, but {there or 'empty'} in {self.directory}\nfix: {fix}"
+            )
 
     def changes(self, name: str) -> bool:
         """Return whether the adapter has matrices for a weight, or replaces it, given by Hugging Face's name."""
@@ -425,7 +429,7 @@ def load(model: "Llama", directory: Path, base: Base | None = None) -> None:
         nonlocal adapter
         adapter = open_adapter(directory)
         assert model.lora is not None
-        adapter.require_like(model.lora)
+        adapter.require_like(model.lora, model.config)
         adapter.require_shapes({each.name: each.shape for each in shards})
         if base is not None:
             adapter.require_base(base)

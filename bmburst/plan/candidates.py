@@ -250,6 +250,11 @@ class Candidate:
         """Whether the layout is "balanced", made for a tree, and not zigzag."""
         return self.task.tree is not None and self.task.micro_batch == 1 and self.sequence > 1
 
+    @property
+    def layout(self) -> str:
+        """The layout that the command asks for, explicitly or by default."""
+        return "balanced" if self.is_balanced else "zigzag"
+
     @cached_property
     def rows(self) -> int:
         """Tokens that a sequence rank computes at once."""

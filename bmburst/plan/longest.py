@@ -13,7 +13,7 @@ from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.memory import memory_of, reserved_memory
 from bmburst.plan.presentation import command
 from bmburst.plan.search import Prediction, best, remedy, with_usable_memory
-from bmburst.plan.ways import askable, candidates, require_possible, with_policies
+from bmburst.plan.ways import askable, candidates, ending_alike, require_possible, with_policies
 from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import Hardware
 
@@ -124,7 +124,8 @@ class _Fit:
         task = replace(self.strategies[0].task, sequence=steps * STEP)
         room = with_usable_memory(hardware, hardware.memory - reserved_memory(task, hardware), task)
         for strategy, offload in product(self.strategies, reversed(self.offload)):
-            ways = with_policies(replace(strategy, task=task, offload=offload), room, self.recompute)
+            possible = ending_alike(self.recompute, strategy.layout, strategy.sequence)
+            ways = with_policies(replace(strategy, task=task, offload=offload), room, possible)
             yield from (each for each in ways if memory_of(each, room).fits)
 
     def is_possible(self, steps: int, hardware: Hardware) -> bool:

@@ -173,6 +173,8 @@ class _Blocks:
         stored = (i if self._ways[kind].policy.is_stored else 0 for i, kind in enumerate(self._of_layers))
         self._first_of_segment = list(accumulate(stored, max))
         self._hosted = [hosted[kind] for kind in self._of_layers]
+        mlp = [self._kinds[kind].mlp_in_host() for kind in self._of_layers]
+        self._chains = ([all_ - own for all_, own in zip(self._hosted, mlp, strict=True)], mlp)
 
     def last(self) -> StepMoments:
         """Return the moments of the last block."""
@@ -220,8 +222,9 @@ class _Blocks:
             segment = sum(each.hidden + each.again() for each in kinds)
             fetched = kinds[0].hidden if self._hosted[first] else 0.0
             return OtherBlocks(before=before, fetched=fetched, segment=segment)
-        offloaded = (hosted for hosted in reversed(self._hosted[:layer]) if hosted)
-        return OtherBlocks(before=before, fetched=next(offloaded, 0.0) if self._hosted[layer] else 0.0)
+        # A block with tensors of a chain in host memory prefetches those of the chain's block before it.
+        earlier = (next(filter(None, reversed(chain[:layer])), 0.0) for chain in self._chains if chain[layer])
+        return OtherBlocks(before=before, fetched=sum(earlier))
 
     def _moments(self, way: Candidate, others: OtherBlocks) -> StepMoments:
         kind = LeanMoments if way.is_lean(self._operators) else StepMoments
@@ -268,7 +271,7 @@ class LeanMoments(StepMoments):
             "kept for backward": self._kept_before(),
             "gathered weights, gradients": self._weights(),
             "embedding and head": self._table(),
-            "not yet let go to host memory": self._mlp_in_host(),  # of the block before
+            "not yet let go to host memory": self.mlp_in_host(),  # of the block before
             "attention's output": whole,
             "heads in work": self.heads * self.projected + self._attention(self.attends.forward),
         }
@@ -281,7 +284,7 @@ class LeanMoments(StepMoments):
             "gathered weights, gradients": self._weights(),
             "embedding and head": self._table(),
             "attention's output": outputs + (0.0 if self._joins else self.hidden),
-            "not yet let go to host memory": self._mlp_in_host() * (1 - self.part),
+            "not yet let go to host memory": self.mlp_in_host() * (1 - self.part),
             "tokens in work": self.part * (2 * self.hidden + self.norm_statistic) + 2 * self.chunk_inner,
             "elementwise": self._elements(self.operators.swiglu_forward_alive(itemsize), self.chunk_inner),
         }
@@ -298,13 +301,13 @@ class LeanMoments(StepMoments):
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.chunk_inner)
         streams = 3 * self.hidden + self.scaled + self.norm_statistic
         sums = 0.0 if self.part == 1 else self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix())
-        gone = self.part * self._mlp_in_host()  # when the second chunk begins, which is the first with sums
+        gone = self.part * self.mlp_in_host()  # when the second chunk begins, which is the first with sums
         return {
             **self._block_in_backward(),
             "gradients in flight": self.hidden,
             "attention's output": self._held_output(),
             "sums of gradients": max(0.0, sums - gone),
-            "tokens in work": self.part * streams + (2 if self._mlp_in_host() else 4) * self.chunk_inner,
+            "tokens in work": self.part * streams + (2 if self.mlp_in_host() else 4) * self.chunk_inner,
             "elementwise": inside,
         }
 
@@ -320,7 +323,7 @@ class LeanMoments(StepMoments):
             "attention's output": self._held_output(),
             "sums of gradients": self._sums(3 * mlp_matrix(self.model, 1)),
             "tokens in work": self.part * (3 * self.hidden + self.scaled)
-            + (0 if self._mlp_in_host() else 2) * self.chunk_inner,
+            + (0 if self.mlp_in_host() else 2) * self.chunk_inner,
             "in fp32": WIDE * (numbers + copied),
         }
 
@@ -374,7 +377,7 @@ class LeanMoments(StepMoments):
 
     def _block_in_backward(self, *, gone: float = 0.0, is_fed: bool = False) -> Lines:
         """`is_fed`: whether the MLP's backward is done, which frees what was kept of it."""
-        visiting = self._visiting(backward=True) - (self._mlp_in_host() if is_fed else 0.0)
+        visiting = self._visiting(backward=True) - (self.mlp_in_host() if is_fed else 0.0)
         of_host = gone if self.policy.offload == "all" else 0.0  # attention's output came from the host
         return {
             "kept for backward": self._all_kept(gone - of_host),
@@ -382,10 +385,6 @@ class LeanMoments(StepMoments):
             "back from host memory": visiting - of_host,
             "gathered weights, gradients": self._weights_and_gradients(),
         }
-
-    def _mlp_in_host(self) -> float:
-        """Return the bytes of the outputs of gate and up that are kept in host memory."""
-        return self.block.mlp if self.policy.offloads_mlp else 0.0
 
     def _let_go(self) -> float:
         """Return the bytes of attention's output, kept or fetched, that backward frees by groups of heads."""

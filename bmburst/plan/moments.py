@@ -155,6 +155,10 @@ class StepMoments:
         """Bytes that the block keeps in host memory."""
         return self.policy.hosted(self.block)
 
+    def mlp_in_host(self) -> float:
+        """Bytes of them that are outputs of the MLP's gate and up matrices."""
+        return self.block.mlp if self.policy.offloads_mlp else 0.0
+
     def again(self) -> float:
         """Bytes of attention's results that its segment recomputes, or fetches, before the block's backward."""
         return self.block.attended * (1.0 if self.policy.offload == "all" else 1.0 - self.policy.attention)

@@ -6,14 +6,21 @@ from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
 
 from bmburst.amounts import GIB
-from bmburst.errors import UserError
 from bmburst.optim.config import smaller_states
 from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Candidate, Offload, Task
 from bmburst.plan.counts import CURRENT, Operators
 from bmburst.plan.memory import HOST_SHARE, Memory, memory_of, reserved_memory
 from bmburst.plan.step import StepTime, step_time, utilisation
-from bmburst.plan.ways import ALL_ATTENTION, askable, candidates, require_possible, with_attention_choice, with_policies
-from bmburst.recompute.policy import POLICIES, Policy, require_end
+from bmburst.plan.ways import (
+    ALL_ATTENTION,
+    askable,
+    candidates,
+    ending_alike,
+    require_possible,
+    with_attention_choice,
+    with_policies,
+)
+from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES
 from bmburst_ops import ATTENTION_BACKWARD
@@ -115,9 +122,10 @@ def search(
     require_possible(recompute, spreads)
 
     def predictions(way: Candidate) -> Iterator[Prediction]:
+        possible = ending_alike(recompute, way.layout, way.sequence)
         for moved in (each for each in offload if each is not Offload.WEIGHTS or (way.zero == 3 and way.pipe == 1)):
             placed = replace(way, offload=moved)
-            yield from (predict(each, hardware) for each in with_policies(placed, room, recompute))
+            yield from (predict(each, hardware) for each in with_policies(placed, room, possible))
             if moved is Offload.NOTHING and any(
                 memory_of(replace(placed, recompute=name), room).fits for name in enough
             ):
@@ -266,7 +274,7 @@ def choose_recompute(
         taken: Bytes of a GPU that other programs use, for the message.
     """
     room = with_usable_memory(hardware, free, way.task)
-    ways = list(with_policies(way, room, [name for name in policies if _is_possible(name, layout, way.sequence)]))
+    ways = list(with_policies(way, room, ending_alike(policies, layout, way.sequence)))
     found = best(ways, room)
     peak, most = (found.memory.total - reserved_memory(way.task, hardware)) / GIB, free / GIB
     name = found.candidate.recompute
@@ -325,11 +333,3 @@ def _fastest(found: Sequence[Prediction]) -> Prediction:
     least = min(each.seconds for each in found)
     alike = [each for each in found if each.seconds <= least * (1 + ALIKE)]
     return min(alike, key=lambda each: (each.memory.in_host, each.time.recompute, each.memory.total))
-
-
-def _is_possible(name: str, layout: str, ranks: int) -> bool:
-    try:
-        require_end(Policy.parse(name).attention, layout, ranks)
-    except UserError:
-        return False
-    return True

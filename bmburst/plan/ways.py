@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from bmburst.errors import UserError
+from bmburst.errors import UserError, first_line
 from bmburst.plan.candidates import ZERO, Candidate, Offload, Task
 from bmburst.plan.memory import HOST_SHARE, block_bytes, memory_of
-from bmburst.recompute.policy import POLICIES, Policy
+from bmburst.recompute.policy import POLICIES, Policy, require_end
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.parallelism import STRATEGIES, can_share, divisors, name_of
 from bmburst.schedule.strategy import choose_strategy, possible_strategies
@@ -184,10 +184,30 @@ def require_possible(policies: Sequence[str], ways: Sequence[Candidate]) -> None
     Raises:
         UserError: No way supports any of them.
     """
-    if any(_is_allowed(name, way) for way in ways for name in policies):
+    if any(_is_allowed(name, way) for way in ways for name in ending_alike(policies, way.layout, way.sequence)):
         return
-    Policy.parse(policies[0]).require_tensor(min(way.tensor for way in ways))
-    Policy.parse(policies[0]).require_stages(min(way.pipe for way in ways))
+    first = Policy.parse(policies[0])
+    first.require_tensor(min(way.tensor for way in ways))
+    first.require_stages(min(way.pipe for way in ways))
+    try:
+        for way in ways:
+            require_end(first.attention, way.layout, way.sequence)
+    except UserError as error:
+        fix = "--recompute block-keep-attention, or leave --recompute out"
+        raise UserError(f"--recompute {policies[0]}: {first_line(error)}\nfix: {fix}") from None
+
+
+def ending_alike(policies: Sequence[str], layout: str, ranks: int) -> list[str]:
+    """Return the policies by which all ranks of a sequence save as much (`bmburst.recompute.policy.require_end`)."""
+
+    def is_possible(name: str) -> bool:
+        try:
+            require_end(Policy.parse(name).attention, layout, ranks)
+        except UserError:
+            return False
+        return True
+
+    return [name for name in policies if is_possible(name)]
 
 
 def _is_allowed(name: str, way: Candidate) -> bool:

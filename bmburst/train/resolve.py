@@ -170,7 +170,7 @@ def _check_adapter(config: TrainConfig, folder: Path) -> None:
 
     assert config.init_from is not None
     found = adapter.open_adapter(verified(folder, warn))
-    found.require_like(config.lora)
+    found.require_like(config.lora, config.model)
     found.require_shapes(adapter.adapter_shapes(config.lora, hugging_face.expected_shapes(config.model)))
     found.require_base(base_model.Base.open(config.init_from, config.model))
 

@@ -264,6 +264,21 @@ def test_commands_are_those_of_the_trainer(gpus, batch, dtype):
         assert config.model.num_layers == 32
 
 
+@pytest.mark.parametrize(
+    ("changes", "policies"),
+    [
+        ({"sequence": 72 << 10, "shared_prompt": 64 << 10, "pack": "trees", "gpus": 2}, POLICIES),
+        ({"gpus": 2}, ("block-keep-attention:0.3",)),
+    ],
+)
+def test_ways_whose_ranks_would_keep_more_than_others_are_left_out(changes, policies):
+    """The end of a sequence, of which attention is kept, is on each rank alike in some layouts only."""
+    found = search(task(**changes), H200, recompute=policies)
+    assert any(0 < each.candidate.policy.attention < 1 for each in found)  # of one rank a sequence
+    for each in found:
+        read(options(each.candidate)).validate(2)
+
+
 def test_a_shared_prompt_saves_what_its_flops_are(capsys):
     """A prompt of 64K with two answers of 4K, beside each answer behind its own prompt: 1.8 times fewer FLOPs."""
     tree = task(sequence=72 << 10, shared_prompt=64 << 10, pairs=True)
@@ -382,6 +397,9 @@ REFUSALS = {
     "--preset llama-3-8b --sequence-length 4096 --shared-prompt 9 --answers 3 --dpo.beta 1": "3 | chosen | rejected",
     "--preset llama-3-8b --sequence-length 4096 --shared-prompt 9 --pack stream": "--pack trees | stream",
     "--preset llama-3-8b --longest --shared-prompt 9": "--longest | --shared-prompt",
+    "--preset llama-3-8b --sequence-length 4096 --tensor-parallel 1 --recompute block-keep-attention:0.3": (
+        "--recompute block-keep-attention:0.3 | zigzag | fix: --recompute block-keep-attention"
+    ),
 }
 
 

@@ -61,6 +61,7 @@ MORE = [
     ("block-keep-attention+offload-mlp-first-3", {}),
     ("block-keep-attention+offload-mlp-first-2+first-2", {}),
     ("block+offload+offload-mlp-first-2", {"mlp_chunk": 84}),
+    ("block-keep-attention+offload+offload-mlp-first-1", {"dtype": "float32"}),
 ]
 PARTS = (
     *("block+every-3", "block+every-2+offload-first-3", "block+every-2+keep-attention-last-2"),

@@ -190,6 +190,7 @@ def require_files(folder: Path, name: str, wanted: Any) -> None:
         ({"rank_pattern": ("q_proj=0.5",)}, "'q_proj=0.5' | integer"),
         ({"alpha_pattern": ("(q_proj=2",)}, "'(q_proj=2' | regular expression"),
         ({"alpha_pattern": ("up_proj=2",)}, "lora.alpha_pattern | 'up_proj' | lora.targets"),
+        ({"alpha_pattern": ("q_proj=inf",)}, "'q_proj=inf' | a number above 0"),
         ({"modules_to_save": ("q_norm",)}, "modules_to_save | no module q_norm"),
         ({"rank": 0, "init_from": "x"}, "lora.init_from x | lora.rank | resolve"),
     ],
@@ -197,6 +198,13 @@ def require_files(folder: Path, name: str, wanted: Any) -> None:
 def test_settings_without_meaning_are_refused(values: dict[str, Any], words: str) -> None:
     with refused(words):
         LoRAConfig(**{"rank": 4} | values).require_model(SHAPE)
+
+
+def test_alphas_keep_their_digits() -> None:
+    patterns: Any = {"q_proj": 0.123456789, "k_proj": 1e6 + 0.5, "v_proj": 7.0}
+    lora = LoRAConfig(rank=4, alpha_pattern=patterns)
+    assert lora.alpha_pattern == ("q_proj=0.123456789", "k_proj=1000000.5", "v_proj=7")
+    assert lora.scale_of("model.layers.0.self_attn.q_proj") == 0.123456789 / 4
 
 
 def test_one_of_two_tied_matrices_is_not_trained_alone() -> None:
@@ -252,10 +260,15 @@ def test_settings_come_from_the_adapter(tmp_path: Path) -> None:
         ("dropout", 0.5, ""),
         ("rslora", "false", "true"),
         ("rank_pattern", ("q_proj=4",), "=3"),
+        ("rank_pattern", ("layers.0.self_attn.q_proj=3", "(v|down)_proj=1"), ""),  # the order changes nothing here
+        ("rank_pattern", ("down_proj=1", "v_proj=1", "0.self_attn.q_proj=3", "k_proj=2"), ""),
+        ("alpha_pattern", ("q_proj=2.5", r"layers\.1\..*=7"), "=7,q_proj=2.5"),  # but here: layers.1 has a q_proj
+        ("alpha_pattern", (r"layers\.1\..*=7", "q_proj=2.500001"), "=2.5"),
+        ("modules_to_save", ("input_layernorm", "lm_head"), ""),
     ):
         lora = asked["lora"] | {name: value}
         run = resolve((), asked | {"lora": lora, "data.source": str(text), "output": str(tmp_path / "run")})
-        if not there:  # a rate of training
+        if not there:  # the same, or a rate of training
             check_paths(run)
             continue
         with refused(f"lora.{name} is", f"{there}", "all", "fix: "):
