@@ -38,6 +38,10 @@ def _shortened(line: str) -> str:
     return line if len(line) <= _MOST_CHARACTERS else f"{line[:half]} ... {line[-half:]}"
 
 
+class UnknownKey(UserError):
+    """A file of settings has a key that is not known."""
+
+
 class DoesNotFit(UserError):
     """Nothing that a plan may try fits into memory, although the input is valid. `bmburst plan` exits with status 1."""
 
