@@ -104,6 +104,11 @@ def hub_fix(path: str | Path, kind: str = "") -> str:
     return f"; from the Hugging Face hub: hf download {kind}{path} --local-dir DIR"
 
 
+def no_directory(path: Path) -> str:
+    """Return why a path is no directory: a file is there, such as model.gguf, or nothing is."""
+    return "it is a file, no directory" if path.is_file() else "no such directory"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

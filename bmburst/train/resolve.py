@@ -23,7 +23,7 @@ from bmburst.config import (
     to_dict,
     write_json,
 )
-from bmburst.errors import UnknownKey, UserError, hub_fix, with_fix
+from bmburst.errors import UnknownKey, UserError, hub_fix, no_directory, with_fix
 from bmburst.record_format import RecordFormat
 from bmburst.schedule.pipeline import default_batch
 from bmburst.train.config import TrainConfig
@@ -228,7 +228,7 @@ def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaCo
     require_filled(option, folder, f"--{option.replace('_', '-')} DIR")
     path = folder / CONFIG_FILE
     if not path.is_file():
-        what = "it has no config.json" if folder.is_dir() else "no such directory"
+        what = "it has no config.json" if folder.is_dir() else no_directory(folder)
         if (folder / "adapter_config.json").is_file():
             what = "it is a LoRA adapter, which bmburst convert --merge adds to its model"
         raise UserError(f"{option} {folder}: {what}\nfix: give the directory of a Hugging Face model{hub_fix(folder)}")
