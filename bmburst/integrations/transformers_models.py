@@ -93,13 +93,14 @@ def require_splittable(
 
 
 def _note_others_code(model: nn.Module) -> None:
-    """Warn, once, of modules whose code nobody has read: a model's own code, or the caller's.
+    """Warn, once, of modules whose code is a model's own or the caller's, by class or by a `forward` that was replaced.
 
     They are exact if they change each token alone. Code that reads other tokens, such as a shift by one token, a sum
     over tokens or an attention of its own, would see those of a rank only.
     """
-    owners = (owner for module in model.modules() for owner in type(module).__mro__ if "forward" in vars(owner))
-    others = {owner for owner in owners if owner.__module__.partition(".")[0] not in _KNOWN}
+    kinds = {owner for module in model.modules() for owner in type(module).__mro__}
+    others = {owner for owner in kinds if _of_others(vars(owner).get("forward"))}
+    others |= {type(module) for module in model.modules() if _of_others(vars(module).get("forward"))}
     if not others or (dist.is_initialized() and dist.get_rank()):
         return
     names = sorted(f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__}" for owner in others)
@@ -110,6 +111,11 @@ def _note_others_code(model: nn.Module) -> None:
         "of one process: docs/hugging_face.md, check_hugging_face.py",
         stacklevel=2,
     )
+
+
+def _of_others(function: object) -> bool:
+    """Return whether a function is defined outside of the packages that are known."""
+    return (getattr(function, "__module__", None) or "torch").partition(".")[0] not in _KNOWN
 
 
 def require_rows(model: torch.nn.Module, largest: int | None) -> None:

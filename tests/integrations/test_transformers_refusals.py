@@ -63,11 +63,15 @@ def test_code_of_others_is_named_once(recwarn: pytest.WarningsRecorder) -> None:
     model.__class__ = derived
     part.logits(model)
     assert not [each for each in recwarn if "not code of transformers" in str(each.message)]
-    model.model.layers[1].mlp.up_proj.__class__ = Shifted
-    for _ in range(2):
-        part.logits(model)
-    (told,) = [str(each.message) for each in recwarn if "not code of transformers" in str(each.message)]
-    says(told, "test_transformers_refusals.Shifted", "one process", "check_hugging_face.py")
+    one, other = model.model.layers[1].mlp.up_proj, model.model.layers[0].mlp
+    changes = (lambda: setattr(one, "__class__", Shifted), lambda: setattr(other, "forward", lambda x: x.cumsum(1)))
+    for change in changes:
+        change()
+        for _ in range(2):
+            part.logits(model)
+    first, second = [str(each.message) for each in recwarn if "not code of transformers" in str(each.message)]
+    says(first, "test_transformers_refusals.Shifted", "one process", "check_hugging_face.py")
+    says(second, "modeling_llama.LlamaMLP, test_transformers_refusals.Shifted")
 
 
 def _headed(kind: str, **options: Any) -> PreTrainedModel:
