@@ -38,6 +38,10 @@ def _shortened(line: str) -> str:
     return line if len(line) <= _MOST_CHARACTERS else f"{line[:half]} ... {line[-half:]}"
 
 
+class UnknownKey(UserError):
+    """A file of settings has a key that is not known."""
+
+
 class DoesNotFit(UserError):
     """Nothing that a plan may try fits into memory, although the input is valid. `bmburst plan` exits with status 1."""
 
@@ -98,6 +102,11 @@ def hub_fix(path: str | Path, kind: str = "") -> str:
     if folder.is_dir() or _HUB_NAME.fullmatch(str(path)) is None or folder.parent.is_dir():
         return ""
     return f"; from the Hugging Face hub: hf download {kind}{path} --local-dir DIR"
+
+
+def no_directory(path: Path) -> str:
+    """Return why a path is no directory: a file is there, such as model.gguf, or nothing is."""
+    return "it is a file, no directory" if path.is_file() else "no such directory"
 
 
 def first_line(error: BaseException) -> str:

@@ -159,6 +159,14 @@ def read_progress(checkpoint: Path) -> RunProgress:
     )
 
 
+def written_by(run_folder: Path) -> str | None:
+    """Return the version of bmburst that wrote the newest checkpoint of a run; None if no checkpoint names one."""
+    newest = newest_complete(run_folder)
+    state = None if newest is None else _read_state(newest / STATE_FILE)
+    found = state.get("version") if isinstance(state, dict) else None
+    return found if isinstance(found, str) else None
+
+
 def own_tokenizer(*directories: Path) -> str | None:
     """Return the tokenizer of the first model directory that has one, by its name for `load_tokenizer`; else None.
 

@@ -412,6 +412,11 @@ def _open(directory: Path) -> dict[str, TensorFile]:
             f"{directory} has {_some(parts)}, and no index that says which file has which tensor\n"
             f"fix: copy {_FILES[1]} or {_FILES[3]} of the same model there too"
         )
+    if others := sorted(path.name for path in directory.glob("*.gguf")):
+        raise UserError(
+            f"{directory} has {_some(others)}, and GGUF is not read\nallowed: {', '.join(_FILES)}\n"
+            "fix: give the model from which it was made, in 16 or 32 bits"
+        )
     raise UserError(
         f"no weights in {directory}\nallowed: {', '.join(_FILES)}\nfix: give the directory that has one of them"
     )

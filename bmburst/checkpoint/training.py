@@ -16,6 +16,7 @@ from errno import EFBIG
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bmburst import __version__
 from bmburst.amounts import bytes_text
 from bmburst.checkpoint.files import (
     FOLDER,
@@ -193,7 +194,7 @@ def _from(run_folder: Path) -> str:
 
 def _save_state(path: Path, progress: RunProgress, checksums: Mapping[str, int]) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(path.parent.iterdir())}
-    state = {"format": FORMAT, "step": progress.step, "data": dict(progress.data)}
+    state = {"format": FORMAT, "version": __version__, "step": progress.step, "data": dict(progress.data)}
     state |= {"tokenizer": progress.tokenizer, "skipped": progress.skipped, "files": sizes}
     state |= {} if progress.loss_scale is None else {"loss_scale": list(progress.loss_scale)}
     state |= {} if progress.reference is None else {"reference": progress.reference}

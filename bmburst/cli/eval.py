@@ -14,7 +14,7 @@ from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli.long_context import measure, request_of, require_outputs, write_evaluation
 from bmburst.cli.program import ranks_to_start
 from bmburst.config import add_options, build_config, given_options, hide_rare, option_name, read_layer, to_dict
-from bmburst.errors import UserError, hub_fix
+from bmburst.errors import UserError, hub_fix, no_directory
 from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
 from bmburst.record_format import RecordFormat
@@ -143,7 +143,7 @@ def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> 
     config = build_config(EvalConfig, values)
     if not config.checkpoint.is_dir():
         raise UserError(
-            f"checkpoint {config.checkpoint}: no such directory\n"
+            f"checkpoint {config.checkpoint}: {no_directory(config.checkpoint)}\n"
             "allowed: a checkpoint, a run folder, or the directory of a Hugging Face model\n"
             f"fix: correct the path of --checkpoint{hub_fix(config.checkpoint)}"
         )

@@ -13,7 +13,7 @@ from bmburst.amounts import GIB, numbers, tokens
 from bmburst.cli.calibration import calibrate_machine
 from bmburst.cli.program import NOTHING_FITS
 from bmburst.config import add_options, flat, given_options, hide_rare, option_name, read_layer
-from bmburst.errors import UserError, require_known
+from bmburst.errors import UserError, no_directory, require_known
 from bmburst.outputs import is_picture, require_file
 from bmburst.train.config import TrainConfig
 
@@ -249,7 +249,7 @@ def _is_own(args: argparse.Namespace, settings: dict[str, Any]) -> bool:
             raise UserError(f"--model and {other} both name the model\nfix: leave --model out, or {other}")
     path = args.model / "config.json"
     if not path.is_file():
-        what = "it has no config.json" if args.model.is_dir() else "no such directory"
+        what = "it has no config.json" if args.model.is_dir() else no_directory(args.model)
         raise UserError(f"--model {args.model}: {what}\nfix: give the directory of a model of transformers")
     if read_json(path).get("model_type") not in FAMILIES:
         return False

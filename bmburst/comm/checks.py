@@ -31,6 +31,7 @@ DEBUG_SWITCH = "BMBURST_CHECK"
 """The environment variable that, set to 1 on every rank, compares every call on GPUs too."""
 
 _SAME, _PROBLEM = "=", "!"
+_FOREIGN = "a collective that is not bmburst's, such as one of DDP"
 _FIRST = 8  # calls of a kind that are compared: token ids, labels, positions and masks of one step or two
 _LATER = nullcontext(False)
 _SAMPLED = 64
@@ -247,7 +248,7 @@ class CheckedCommunicator:
         for text in texts:
             if text.startswith(_PROBLEM):
                 raise UserError(text.removeprefix(_PROBLEM))
-        different = disagreement([text.removeprefix(_SAME) for text in texts])
+        different = disagreement([text.removeprefix(_SAME) if text.startswith(_SAME) else _FOREIGN for text in texts])
         if different:
             raise Mismatch(different)
 

@@ -34,7 +34,7 @@ from bmburst.config.fields import (
     type_hints,
     union_parts,
 )
-from bmburst.errors import UserError, with_fix
+from bmburst.errors import UnknownKey, UserError, with_fix
 
 Config = TypeVar("Config")
 _COLUMNS = 80  # of a terminal, for which the short help is made
@@ -105,7 +105,8 @@ def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, A
         source: Origin of the values, for messages: a file name, or "" for the command line.
 
     Raises:
-        UserError: A key is unknown (the message suggests the nearest), or a value does not fit its field.
+        UnknownKey: A key is unknown; the message suggests the nearest.
+        UserError: A value does not fit its field.
     """
     known = {leaf.name: leaf for leaf in leaves(cls)}
     layer: dict[str, Any] = {}
@@ -118,7 +119,7 @@ def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, A
             # An object reaches this line only as None: its fields are separate leaves.
             _put(layer, name, None if leaf.is_object else convert_value(name, value, leaf.annotation, leaf.spec))
     except UserError as error:
-        raise UserError(f"{source}: {error}" if source else str(error)) from None
+        raise type(error)(f"{source}: {error}" if source else str(error)) from None
     return layer
 
 
@@ -209,7 +210,7 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
     tree[last] = value
 
 
-def _unknown_key(name: str, known: Mapping[str, Leaf], others: Iterator[str]) -> UserError:
+def _unknown_key(name: str, known: Mapping[str, Leaf], others: Iterator[str]) -> UnknownKey:
     """Return the error of an unknown key, which names others too: the file may be that of another program."""
     near = nearest_name(name, known)
     hint = f"; did you mean '{near}'?" if near else ""
@@ -225,7 +226,7 @@ def _unknown_key(name: str, known: Mapping[str, Leaf], others: Iterator[str]) ->
         parent = parent.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
     fields = dict.fromkeys(other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix))
-    return UserError(
+    return UnknownKey(
         f"unknown key '{name}'{hint}\nknown in {parent or 'the configuration'}: {', '.join(fields)}\n"
         "fix: correct the key, or leave it out"
     )

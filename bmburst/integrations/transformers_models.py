@@ -1,12 +1,14 @@
 """Checks that a transformers model is exact on a split sequence, and sets its activation checkpointing."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -49,6 +51,11 @@ _OF_CLASSIFIERS = ("classifier_", "summary_")
 _COUNTS_TOKENS = frozenset({"opt"})
 """Types that count positions in the attention_mask, so that those of a sample begin behind its padding."""
 _TABLE, _MARK = "ATTENTION_CLASSES", "refuses_own_tables"
+_KNOWN = frozenset(
+    {"torch", "transformers", "peft", "accelerate", "bmburst", "bmburst_ops", "bitsandbytes", "torchao", "fla"}
+    | {"lightning", "lightning_fabric"}
+)
+"""Packages whose modules are checked by name, or change each token alone."""
 
 
 def require_splittable(
@@ -82,6 +89,33 @@ def require_splittable(
         )
     require_adapters(model)
     require_one_frequency(model, ends, of_rows=of_rows)
+    _note_others_code(model)
+
+
+def _note_others_code(model: nn.Module) -> None:
+    """Warn, once, of modules whose code is a model's own or the caller's, by class or by a `forward` that was replaced.
+
+    They are exact if they change each token alone. Code that reads other tokens, such as a shift by one token, a sum
+    over tokens or an attention of its own, would see those of a rank only.
+    """
+    kinds = {owner for module in model.modules() for owner in type(module).__mro__}
+    others = {owner for owner in kinds if _of_others(vars(owner).get("forward"))}
+    others |= {type(module) for module in model.modules() if _of_others(vars(module).get("forward"))}
+    if not others or (dist.is_initialized() and dist.get_rank()):
+        return
+    names = sorted(f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__}" for owner in others)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    warnings.warn(
+        f"forward of {', '.join(names[:3])}{more} is not code of transformers: on split sequences it must change each "
+        "token alone, or get other tokens by attention of transformers' registry. Compare the logits once with those "
+        "of one process: docs/hugging_face.md, check_hugging_face.py",
+        stacklevel=2,
+    )
+
+
+def _of_others(function: object) -> bool:
+    """Return whether a function is defined outside of the packages that are known."""
+    return (getattr(function, "__module__", None) or "torch").partition(".")[0] not in _KNOWN
 
 
 def require_rows(model: torch.nn.Module, largest: int | None) -> None:

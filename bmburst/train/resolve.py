@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bmburst import __version__
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
 from bmburst.checkpoint.model_center import ModelCenterConfig, is_model_center
@@ -22,7 +23,7 @@ from bmburst.config import (
     to_dict,
     write_json,
 )
-from bmburst.errors import UserError, hub_fix
+from bmburst.errors import UnknownKey, UserError, hub_fix, no_directory, with_fix
 from bmburst.record_format import RecordFormat
 from bmburst.schedule.pipeline import default_batch
 from bmburst.train.config import TrainConfig
@@ -66,7 +67,7 @@ def resolve(
     Raises:
         UserError: A file, key or value is wrong, or values contradict each other.
     """
-    below = overlay(*(read_layer(TrainConfig, _read_file(path), str(path)) for path in files))
+    below = overlay(*map(_layer_of, files))
     above = read_layer(TrainConfig, options or {}, "")
     given = overlay(read_layer(TrainConfig, defaults or {}, ""), below, above)
     _follow_adapter(given)
@@ -99,7 +100,7 @@ def resolve(
 
 def given_names(files: tuple[Path, ...], options: Mapping[str, Any]) -> set[str]:
     """Return the dotted names of the fields that files and options give; arguments as in `resolve`."""
-    layers = [read_layer(TrainConfig, _read_file(path), str(path)) for path in files]
+    layers = map(_layer_of, files)
     return {name for name, _ in flat(overlay(*layers, read_layer(TrainConfig, options, "")))}
 
 
@@ -227,7 +228,7 @@ def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaCo
     require_filled(option, folder, f"--{option.replace('_', '-')} DIR")
     path = folder / CONFIG_FILE
     if not path.is_file():
-        what = "it has no config.json" if folder.is_dir() else "no such directory"
+        what = "it has no config.json" if folder.is_dir() else no_directory(folder)
         if (folder / "adapter_config.json").is_file():
             what = "it is a LoRA adapter, which bmburst convert --merge adds to its model"
         raise UserError(f"{option} {folder}: {what}\nfix: give the directory of a Hugging Face model{hub_fix(folder)}")
@@ -287,6 +288,23 @@ def _check_tokens(config: TrainConfig) -> None:
     elif config.data.tokenizer is None:
         # Text without a tokenizer is read as bytes: run the checks of `tokenizer='bytes'`.
         config.replace(data=dataclasses.replace(config.data, tokenizer="bytes"))
+
+
+def _layer_of(path: Path) -> dict[str, Any]:
+    """Return the values of a file. If a run folder's file has an unknown key, the error names who wrote the folder."""
+    try:
+        return read_layer(TrainConfig, _read_file(path), str(path))
+    except UnknownKey as error:
+        from bmburst.checkpoint.files import checkpoints, written_by
+
+        if path.name != CONFIG_FILE or not checkpoints(path.parent):
+            raise
+        writer = f"version {named}" if (named := written_by(path.parent)) else "an earlier or later version"
+        raise with_fix(
+            error,
+            f"continue the run with the bmburst that wrote it, {writer} (this is {__version__}); or, if the key was "
+            "added by hand, correct it or leave it out",
+        ) from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:

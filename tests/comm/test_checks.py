@@ -55,6 +55,16 @@ def test_a_problem_of_one_rank_is_raised_on_all(comm):
         comm.agree("b" if comm.rank == 2 else "a")
 
 
+@on_ranks(2)
+def test_a_rank_that_left_the_calls_is_not_shown_as_text(comm):
+    """It has caught an error, and is in a collective of its own, whose bytes are no text."""
+    if comm.rank:
+        comm.inner.all_gather(torch.randn(128, generator=torch.Generator().manual_seed(0)).view(torch.uint8)).wait()
+    else:
+        with refused("disagree", "fix: ", "rank 0: a", "rank 1: a collective that is not bmburst's", error=Mismatch):
+            comm.agree("a")
+
+
 def test_checks_on_demand(monkeypatch):
     """As on GPUs: off, on where asked for, and on everywhere by the debug switch."""
 

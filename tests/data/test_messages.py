@@ -186,6 +186,7 @@ def test_a_function_call_is_an_answer_with_tool_calls(tmp_path, value):
     line = {"conversations": [{"from": name, "value": text} for name, text in turns], "tools": json.dumps([CALL])}
     (found,) = encode(tmp_path, line, template=CALLS)
     messages = chat.conversation("1 + 0?", None, "1", "one")
+    del messages[1]["content"]  # transformers before 5.24 writes a null as the word None
     messages[1] |= {"tool_calls": [CALL]}
     messages[2]["role"] = "tool"
     peer = AutoTokenizer.from_pretrained(tmp_path / "t")

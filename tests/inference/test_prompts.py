@@ -192,7 +192,9 @@ def test_the_pipeline_of_transformers_continues_too(directory):
 def test_a_conversation_is_read_as_in_training(directory, line, options):
     save_config(directory, chat_template=THINKS)
     messages = CALLED if line.get("messages") is CALLED else MESSAGES
-    wanted = peer(directory).apply_chat_template(messages, add_generation_prompt=True, **options)["input_ids"]
+    # transformers before 5.24 writes a null as the word None
+    filled = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    wanted = peer(directory).apply_chat_template(filled, add_generation_prompt=True, **options)["input_ids"]
     (found,) = read_prompts(encoder(directory), prompts=write(directory / "prompts.jsonl", line))
     assert found.tokens.tolist() == encoder(directory).encode(line, "prompt 0").tokens.tolist() == wanted
     learned = chat_encoder(directory).encode(record(directory, line))

@@ -74,8 +74,8 @@ def losses(run):
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def assert_as_undisturbed(folder):
-    """The losses are those of a run that two ranks of `bmburst train` did without a break."""
+def assert_as_undisturbed(folder, rounding=0.0):
+    """The losses are those of a run that two ranks of `bmburst train` did without a break, up to relative rounding."""
     done = run_bmburst(
         *("train", "--config", "config.json", "--output", "whole", "--nproc", "2"),
         cwd=folder,
@@ -84,7 +84,7 @@ def assert_as_undisturbed(folder):
     )
     assert done.returncode == 0, done.stderr
     assert len(losses(folder / "run")) == STEPS
-    assert losses(folder / "run") == losses(folder / "whole")
+    assert losses(folder / "run") == pytest.approx(losses(folder / "whole"), rel=rounding, abs=0)
 
 
 @contextmanager
@@ -113,10 +113,11 @@ def test_a_lost_node_ends_the_other_one_and_both_continue_when_started_again(tor
     assert_as_undisturbed(tmp_path)
 
 
-@pytest.mark.parametrize("what", ["rank", "node"])
+@pytest.mark.parametrize("what", ["rank", "node", "node for good"])
 def test_ranks_are_restarted_and_continue_by_themselves(torchrun, tmp_path, what):
+    nodes = "1:2" if what == "node for good" else "2"  # the nodes that are left go on without the lost one
     with held_port() as port:
-        meet = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job")
+        meet = (f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job")
         meet += (f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1")
         options = [(*meet, f"--rdzv-conf=is_host={first}") for first in (1, 0)]
         both = [torchrun(*each, more=("--resume=auto",)) for each in options]
@@ -125,13 +126,14 @@ def test_ranks_are_restarted_and_continue_by_themselves(torchrun, tmp_path, what
         if what == "node":
             both[1].kill()
             assert_gone([rank])
-            both[1] = torchrun(*options[1], more=("--resume=auto",))
+            if nodes == "2":
+                both[1] = torchrun(*options[1], more=("--resume=auto",))
         else:
             os.kill(rank, signal.SIGKILL)
-        results = [ended(process) for process in both]
-    assert [status for status, _ in results] == [0, 0], results
+        results = [ended(process) for process in (both if nodes == "2" else both[:1])]
+    assert not any(status for status, _ in results), results
     assert any("going on from" in out for _, out in results)
-    assert_as_undisturbed(tmp_path)
+    assert_as_undisturbed(tmp_path, rounding=0.0 if nodes == "2" else 1e-5)
 
 
 # Rank 0 begins late: rank 1 would read the id that is left before there is a new one.

@@ -176,6 +176,10 @@ def test_init_from_that_cannot_work_is_refused(tmp_path):
     says(refusal_of(check_paths, config), "model.safetensors | Git LFS | fix: git lfs install && git lfs pull")
     (folder / "model.safetensors").unlink()
     says(refusal_of(check_paths, config), "no weights | model.safetensors")
+    (config.init_from / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    says(refusal_of(check_paths, config), "model-Q4_K_M.gguf | GGUF is not read | model.safetensors | fix: ")
+    gguf = config.init_from / "model-Q4_K_M.gguf"
+    says(refusal_of(resolve, (), {"init_from": str(gguf)}), f"init_from {gguf} | is a file | fix: ")
     other, _ = hugging_face(tmp_path / "gemma", model_type="gemma")
     text = refusal_of(resolve, (), {"init_from": str(other)})
     says(text, other / "config.json", "model_type", "'gemma'", "allowed: model_type llama")

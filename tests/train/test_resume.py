@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from bmburst import __version__
 from bmburst.checkpoint import files as checkpoint
 from bmburst.checkpoint.files import require_whole
 from bmburst.data import open_corpus
@@ -152,7 +153,7 @@ def test_truncated_and_foreign_checkpoints(folder, tmp_path):
     with refused("optimizer.safetensors", "missing", "fix: ", "another checkpoint"):
         checkpoint.read_progress(newest)
     sealed = json.loads((newest / "state.json").read_text())
-    whole = {key: value for key, value in sealed.items() if not key.startswith("checksum")}  # of an earlier version
+    whole = {key: sealed[key] for key in sealed if not key.startswith(("checksum", "version"))}  # of an earlier one
     deep = '{"format": ' + "[" * 100_000 + "]" * 100_000 + "}"
     for text, words in [
         ('{"format": "somebody else\'s"}', "format | bmburst-checkpoint-1"),
@@ -178,6 +179,22 @@ def test_truncated_and_foreign_checkpoints(folder, tmp_path):
     shutil.rmtree(run / "checkpoints" / "step-000004")
     assert checkpoint.newest_complete(run) is None
     assert checkpoint.newest_complete(tmp_path / "nowhere") is None
+
+
+def test_a_run_folder_of_another_version_names_it(folder, tmp_path):
+    """Its config.json has keys that this version does not know."""
+    run = shutil.copytree(folder / "whole", tmp_path / "run")
+    values = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(values | {"of_later": 1}))
+    with refused(run / "config.json", "of_later", "fix: continue", f"version {__version__} (this is {__version__})"):
+        resolve((run / "config.json",))
+    (other,) = shutil.copytree(folder / "whole", tmp_path / "old").glob("checkpoints/step-000006")
+    state = json.loads((other / "state.json").read_text())
+    state = {key: value for key, value in state.items() if key not in ("version", "checksums", "checksum")}
+    (other / "state.json").write_text(json.dumps(state))
+    shutil.copy(run / "config.json", tmp_path / "old" / "config.json")
+    with refused("of_later", "fix: continue", "earlier or later version"):
+        resolve((tmp_path / "old" / "config.json",))
 
 
 def test_a_checkpoint_of_another_model_or_text_does_no_damage(folder, tmp_path):
