@@ -81,7 +81,7 @@ _OF_HYBRIDS = ("sequence_length", "batch_size", "json")
 _RARE = (
     *("micro_batch_size", "loss_chunk_tokens", "mlp_chunk_tokens", "pack", "dpo.beta", "optimizer.offload"),
     *("lora.targets", "lora.rank_pattern", "lora.modules_to_save", "recompute", "zero", "group"),
-    *("max_new_tokens", "ways", "output", "calibrate", *_TREES),
+    *("max_new_tokens", "ways", "output", "calibrate", "json", *_TREES),
 )
 _TITLES = MappingProxyType({"": "task", "optimizer": "optimizer", "lora": "adapters", "dpo": "preference pairs"})
 

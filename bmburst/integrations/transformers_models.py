@@ -98,9 +98,10 @@ def _note_others_code(model: nn.Module) -> None:
     They are exact if they change each token alone. Code that reads other tokens, such as a shift by one token, a sum
     over tokens or an attention of its own, would see those of a rank only.
     """
-    kinds = {owner for module in model.modules() for owner in type(module).__mro__}
+    modules = list(model.modules())
+    kinds = {owner for kind in set(map(type, modules)) for owner in kind.__mro__}
     others = {owner for owner in kinds if _of_others(vars(owner).get("forward"))}
-    others |= {type(module) for module in model.modules() if _of_others(vars(module).get("forward"))}
+    others |= {type(module) for module in modules if _of_others(vars(module).get("forward"))}
     if not others or (dist.is_initialized() and dist.get_rank()):
         return
     names = sorted(f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__}" for owner in others)
