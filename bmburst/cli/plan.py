@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB, numbers, tokens
 from bmburst.cli.calibration import calibrate_machine
-from bmburst.cli.program import NOTHING_FITS
-from bmburst.config import add_options, flat, given_options, hide_rare, option_name, read_layer
+from bmburst.cli.program import NOTHING_FITS, CommandParser
+from bmburst.config import add_options, flat, given_options, hide_rare, leaves, option_name, read_layer
 from bmburst.errors import UserError, no_directory, require_known
 from bmburst.outputs import is_picture, require_file
 from bmburst.train.config import TrainConfig
@@ -86,9 +86,10 @@ _RARE = (
 _TITLES = MappingProxyType({"": "task", "optimizer": "optimizer", "lora": "adapters", "dpo": "preference pairs"})
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: CommandParser) -> None:
     """Add the settings of `bmburst train`, and the options of a plan."""
     parser.usage, parser.epilog = _USAGE, _EPILOG
+    parser.of_train = [leaf.name for leaf in leaves(TrainConfig) if leaf.name not in _SETTINGS]
     add_options(parser, TrainConfig(), short={}, titles=_TITLES, only=_SETTINGS)
     add = parser.add_argument
     add(

@@ -17,7 +17,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -103,6 +103,7 @@ class CommandParser(argparse.ArgumentParser):
 
     Attributes:
         words: The words that it is to read, for commands whose options depend on them.
+        of_train: Dotted names of settings of `bmburst train` that the command does not take, for messages.
     """
 
     def __init__(self, *, prog: str, description: str, words: Sequence[str] = ()) -> None:
@@ -111,6 +112,7 @@ class CommandParser(argparse.ArgumentParser):
         )
         self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="all", help="show this help and exit")
         self.words = words
+        self.of_train: Collection[str] = ()
         self.register("type", int, whole)
         self.register("type", float, _number)
 
@@ -174,7 +176,12 @@ class CommandParser(argparse.ArgumentParser):
             is_free = meant is not None and meant not in given
             fix = f"fix: {meant} {value if is_assigned else word}" if is_free else help_all
             return UserError(f"unexpected argument '{argument}'\n{fix}")
-        near = nearest_name(word.lstrip("-"), known)
+        name = word.lstrip("-").replace("-", "_")
+        if any(
+            name in (other, other.removeprefix("parallel."), other.removesuffix(".source")) for other in self.of_train
+        ):
+            return UserError(f"{word} is a setting of bmburst train, not of {self.prog}\nfix: leave it out")
+        near = nearest_name(name, known)
         hint = f"; did you mean '{known[near]}'?" if near else ""
         return UserError(f"unknown option '{word}'{hint}\n{help_all}")
 

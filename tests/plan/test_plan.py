@@ -377,6 +377,9 @@ REFUSALS = {
     ),
     "--preset llama-3-8b --sequence-length 4096 --sequence-parallel x": "--sequence-parallel x | whole numbers",
     "--preset llama-3-8b --sequence-length 4096 --generate --data-parallel 2": "--generate | --data-parallel",
+    "--preset llama-3-8b --sequence-length 4096 --strategy ring": "--strategy | bmburst train | fix: leave it out",
+    "--preset llama-3-8b --sequence-length 4096 --optimizer.lr=1": "--optimizer.lr | bmburst train | fix: leave it out",
+    "--preset llama-3-8b --sequence-length 4096 --sequence-lenght 8": "did you mean '--sequence-length'",
     "--preset llama-3-8b --sequence-length 4096 --batch-size 3 --micro-batch-size 2": "3 | 2",
     "--preset llama-3-8b --sequence-length 4096 --nproc 3 --pipeline-parallel 2,4": (
         "--pipeline-parallel 2,4 | 3 GPUs | fix: --pipeline-parallel 1"
