@@ -125,7 +125,11 @@ def test_ranks_with_different_inputs_of_the_model() -> None:
     [
         ("llama", {"attention_dropout": 0.1}, "dropout of 0.1 | fix: "),
         ("doge", {}, "mask.dtype | fix: "),
-        ("llama", {"layer_types": ["full_attention", "indexed_attention"]}, "layers | 'indexed_attention'"),
+        (
+            "llama",
+            {"layer_types": ["full_attention", "compressed_sparse_attention"]},
+            "layers | 'compressed_sparse_attention'",
+        ),
         ("doge", {"output_router_logits": True}, "router's loss of DogeForCausalLM | not read | output_router_logits"),
         ("bloom", {}, "attention | registry"),
         ("opt", {"layerdrop": 0.5}, "skip | layers | fix: layerdrop=0.0"),
@@ -200,7 +204,7 @@ def test_a_convolution_and_a_state() -> None:
 
 def test_without_a_split_batch() -> None:
     model = _model("mistral")
-    with refused('no attention_mask | generate | set_attn_implementation("sdpa")'):
+    with refused('attention_mask | generate | set_attn_implementation("sdpa")'):
         model.generate(IDS, attention_mask=None, max_new_tokens=1)
     for mask in (torch.ones_like(IDS), torch.zeros(2, 1, 11, 11)):
         with refused("got a Tensor"):
