@@ -73,9 +73,7 @@ def angle_tables(frequencies: Tensor, factor: float, positions: Tensor, dtype: t
     # fp64, because fp32 angles at a million tokens are off by up to 0.03 radians. Runs once per forward pass.
     angles = positions.unsqueeze(-1).double() * frequencies.double()
     wide = torch.promote_types(dtype, torch.float32)
-    tables = angles.cos(), angles.sin()
-    cos, sin = tables if factor == 1 else (each * factor for each in tables)
-    return cos.to(wide), sin.to(wide)
+    return (angles.cos() * factor).to(wide), (angles.sin() * factor).to(wide)
 
 
 def _plain(base: float, head_dim: int) -> Tensor:

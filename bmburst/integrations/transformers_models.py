@@ -4,7 +4,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -104,13 +104,17 @@ def _note_others_code(model: nn.Module) -> None:
     others |= {type(module) for module in modules if _of_others(vars(module).get("forward"))}
     if not others or (dist.is_initialized() and dist.get_rank()):
         return
-    names = sorted(f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__}" for owner in others)
+    _warn_of_code(tuple(sorted(f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__}" for owner in others)))
+
+
+@lru_cache(maxsize=64)  # Python forgets what it has warned of whenever a program changes its filters
+def _warn_of_code(names: tuple[str, ...]) -> None:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(
         f"forward of {', '.join(names[:3])}{more} is not code of transformers: on split sequences it must change each "
         "token alone, or get other tokens by attention of transformers' registry. Compare the logits once with those "
         "of one process: docs/hugging_face.md, check_hugging_face.py",
-        stacklevel=2,
+        stacklevel=3,
     )
 
 

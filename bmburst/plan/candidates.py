@@ -86,7 +86,7 @@ class Task:
     def __post_init__(self) -> None:
         for name in ("sequence", "gpus", "nodes", "batch", "micro_batch", "loss_chunk"):
             if getattr(self, name) < 1:
-                setting = SETTINGS.get(name, {"gpus": "nproc"}.get(name, name))
+                setting = "nproc" if name == "gpus" else SETTINGS.get(name, name)
                 raise UserError(f"{option_name(setting, {})} {getattr(self, name)}\nfix: at least 1")
         if self.mlp_chunk is not None and self.mlp_chunk < 0:
             raise UserError(f"--mlp-chunk-tokens {self.mlp_chunk}\nfix: at least 1, or 0 for all tokens at once")

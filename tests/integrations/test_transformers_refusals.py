@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def test_code_of_others_is_named_once(recwarn: pytest.WarningsRecorder) -> None:
         change()
         for _ in range(2):
             part.logits(model)
+            with warnings.catch_warnings():  # as torch and others do: Python forgets what it has warned of
+                pass
     first, second = [str(each.message) for each in recwarn if "not code of transformers" in str(each.message)]
     says(first, "test_transformers_refusals.Shifted", "one process", "check_hugging_face.py")
     says(second, "modeling_llama.LlamaMLP, test_transformers_refusals.Shifted")
