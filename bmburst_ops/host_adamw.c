@@ -8,8 +8,7 @@
 #include <string.h>
 
 typedef struct {
-    float factor, scale, decay, rest1, beta2, rest2, step_size, root, eps;
-    int32_t is_scaled; /* whether factor is applied, and the product rounded to the dtype of the gradient */
+    float scale, decay, rest1, beta2, rest2, step_size, root, eps;
 } rates;
 
 static inline float float_of(uint32_t bits) {
@@ -46,8 +45,7 @@ void adamw_fp32(int64_t count, float *restrict weights, const float *restrict gr
     const rates r = *given;
 #pragma omp parallel for simd num_threads(threads) schedule(static)
     for (int64_t i = 0; i < count; i++) {
-        float g = r.is_scaled ? gradient[i] * r.factor : gradient[i];
-        weights[i] = updated(weights[i], g, mean + i, square + i, &r);
+        weights[i] = updated(weights[i], gradient[i], mean + i, square + i, &r);
     }
 }
 
@@ -58,7 +56,6 @@ void adamw_master(int64_t count, uint16_t *restrict weights, float *restrict mas
 #pragma omp parallel for simd num_threads(threads) schedule(static)
     for (int64_t i = 0; i < count; i++) {
         float g = float_of((uint32_t)gradient[i] << 16);
-        g = r.is_scaled ? float_of(rounded(g * r.factor) << 16) : g;
         float w = updated(master[i], g, mean + i, square + i, &r);
         master[i] = w;
         weights[i] = (uint16_t)rounded(w);
@@ -73,7 +70,6 @@ void adamw_remainder(int64_t count, uint16_t *restrict weights, int16_t *restric
 #pragma omp parallel for simd num_threads(threads) schedule(static)
     for (int64_t i = 0; i < count; i++) {
         float g = float_of((uint32_t)gradient[i] << 16);
-        g = r.is_scaled ? float_of(rounded(g * r.factor) << 16) : g;
         float w = float_of(((uint32_t)weights[i] << 16) + (uint32_t)(int32_t)remainder[i]);
         w = updated(w, g, mean + i, square + i, &r);
         uint32_t nearest = rounded(w);
@@ -150,15 +146,14 @@ void adamw_small(int64_t count, int64_t first, uint32_t key, void *weights, int1
             const int16_t *rest = remainder + begin;
 #pragma omp simd
             for (int i = 0; i < size; i++) {
-                float number = float_of((uint32_t)given16[i] << 16);
-                g[i] = r.is_scaled ? float_of(rounded(number * r.factor) << 16) : number;
+                g[i] = float_of((uint32_t)given16[i] << 16);
                 w[i] = float_of(((uint32_t)narrow[i] << 16) + (uint32_t)(int32_t)rest[i]);
             }
         } else {
             const float *given32 = (const float *)gradient + begin;
 #pragma omp simd
             for (int i = 0; i < size; i++) {
-                g[i] = r.is_scaled ? given32[i] * r.factor : given32[i];
+                g[i] = given32[i];
                 w[i] = wide[i];
             }
         }

@@ -59,7 +59,6 @@ def adamw_(
     *,
     step: int,
     scale: float = 1.0,
-    factor: float | None = None,
     master: Tensor | None = None,
     remainder: Tensor | None = None,
     rounding: Rounding | None = None,
@@ -75,7 +74,6 @@ def adamw_(
         rates: The rates.
         step: Number of this step, from 1.
         scale: Gradients are divided by it, in fp32.
-        factor: Factor on the gradient, before the division. The product is rounded to the gradient's dtype.
         master: fp32 master weights of 16-bit weights; updated. fp32 weights have no separate master.
         remainder: Remainders of bf16 weights instead of a master, int16; updated.
         rounding: How small moments are rounded and, for 8 bits, their scales (`bmburst_ops.moments`). bf16 weights then
@@ -91,20 +89,18 @@ def adamw_(
     library = None if kernel == "torch" else _compiled()
     if kernel == "c" and library is None:
         raise KernelError("kernel 'c' needs a C compiler with OpenMP\nfix: install gcc, or kernel='auto'")
+    numbers = _numbers(rates, step, scale)
     if library is not None and weights.dtype != torch.float16:
-        _call(library, weights, gradient, moments, _numbers(rates, step, scale, factor), master, remainder, rounding)
+        _call(library, weights, gradient, moments, numbers, master, remainder, rounding)
         return
-    plain = _numbers(rates, step, scale, None)
     for run in aligned(len(weights), rounding.first if rounding else 0, piece):
         part, given, stored = weights[run], gradient[run], (moments[0][run], moments[1][run])
         of_run = part_of(rounding, run) if rounding else None
-        if factor is not None:
-            given = given * factor
         wide = given.float() if given.dtype != torch.float32 else given.clone()
         of_part = part if master is None else master[run]
         of_part = of_part if remainder is None else joined(part, remainder[run])
         if library is not None:
-            _call(library, of_part, wide, stored, plain, rounding=of_run)
+            _call(library, of_part, wide, stored, numbers, rounding=of_run)
         else:
             with widened(stored, of_run) as state:
                 _by_torch(of_part, wide, state, rates, step, scale)
@@ -174,16 +170,14 @@ class _Numbers(ctypes.Structure):
     """`rates` of `host_adamw.c`."""
 
     _fields_ = (
-        *((name, ctypes.c_float) for name in ("factor", "scale", "decay", "rest1", "beta2", "rest2")),
+        *((name, ctypes.c_float) for name in ("scale", "decay", "rest1", "beta2", "rest2")),
         *((name, ctypes.c_float) for name in ("step_size", "root", "eps")),
-        ("is_scaled", ctypes.c_int32),
     )
 
 
-def _numbers(rates: Rates, step: int, scale: float, factor: float | None) -> _Numbers:
+def _numbers(rates: Rates, step: int, scale: float) -> _Numbers:
     (first, second), lr = rates.betas, rates.lr
     return _Numbers(
-        factor=1.0 if factor is None else factor,
         scale=scale,
         decay=1 - lr * rates.weight_decay,
         rest1=1 - first,
@@ -192,7 +186,6 @@ def _numbers(rates: Rates, step: int, scale: float, factor: float | None) -> _Nu
         step_size=lr / (1 - first**step),
         root=math.sqrt(1 - second**step),
         eps=rates.eps,
-        is_scaled=factor is not None,
     )
 
 

@@ -58,7 +58,11 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     BMTrain's kernel keeps the first moment of fp16 weights in fp16, multiplied by the loss scale. When the scale grows,
     a moment beyond 65504 becomes infinite and stays so. Here moments are fp32, without the scale, unless `kernel` is
-    "bmtrain" and the state is on the GPU. `step` clips the gradient of fp16 weights in fp32.
+    "bmtrain" and the state is on the GPU.
+
+    Clipping does not take a pass over memory: `step` divides the gradient of 16-bit weights by the loss scale and the
+    clipping factor together, in fp32. Gradients of fp32 weights on the GPU are scaled in place, and so are those of
+    fp16 weights that BMTrain's kernel updates, because its first moment must carry the loss scale alone.
 
     With `offload` the state and the fp32 master weights are in host memory, where `bmburst.optim.updates` updates
     them. This frees 12 bytes of GPU memory per 16-bit weight and 8 per fp32 weight. Results may differ in the last
@@ -231,22 +235,14 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         """Return this rank's ZeRO shards of the gradient; copies of some to host memory may be pending."""
         return [p.grad for p in self._parameters() if p.grad is not None]
 
-    @torch.no_grad()
     def clip(self, norm: float, most: float | None) -> None:
-        """Scale the gradient so that its norm is at most `most`, as `torch.nn.utils.clip_grad_norm_` does.
-
-        Gradients on the GPU are scaled in place. The next `step` scales those in host memory and those of fp16 weights.
+        """Let the next `step` scale the gradient so that its norm is at most `most`, as torch's `clip_grad_norm_`.
 
         Args:
             norm: Norm of the whole gradient, over all ranks.
             most: Maximum norm; None: no clipping.
         """
-        if most is None or most >= norm + _EPS:
-            return
-        self._factor = most / (norm + _EPS)
-        for parameter in self._parameters():
-            if parameter.grad is not None and host_shard(parameter) is None and not self._is_half(parameter):
-                parameter.grad.mul_(self._factor)  # _foreach_mul_ rounds the factor to 16 bits on CPUs
+        self._factor = None if most is None or most >= norm + _EPS else most / (norm + _EPS)
 
     # torch wraps both methods so that torch.compile leaves them out; the first call of a wrapper imports the compiler,
     # which takes 2 s and serves nothing here.
@@ -268,37 +264,37 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        factor, self._factor = self._factor, None
+        divisor = scale if factor is None else scale / factor
         groups = self.param_groups
-        # fp16 has too little range to clip in place: apply loss scale and clip factor together, in fp32.
-        of_halves = scale if self._factor is None else scale / self._factor
         if self._host is not None:
-            updates = [update for group in groups for update in self._updates(group)]
-            self._host.step([each for each in updates if not self._is_half(each.weights)], scale)
-            self._host.step([each for each in updates if self._is_half(each.weights)], of_halves)
+            self._host.step([update for group in groups for update in self._updates(group)], divisor)
             # Last: the weights above are needed first, and both updates share the host's memory bandwidth.
-            self._late.start([each for group in groups for each in self._shard_updates(group, scale, of_halves)])
-            self._factor = None
+            self._late.start([each for group in groups for each in self._shard_updates(group, divisor)])
             return loss
-        self._factor = None
         if self._kind != "float32":
             for group in groups:
-                self._step_small(group, of_halves if self._is_half(group["params"][0]) else scale)
+                self._step_small(group, divisor)
             return loss
-        others = []
+        others: dict[float, list[dict[str, Any]]] = {}  # groups that BMTrain's kernel updates, by the divisor
         for group in groups:
-            of_group, fused = of_halves if self._is_half(group["params"][0]) else scale, self._fused(group)
-            if group["params"][0].dtype == torch.float32:
-                parameters = [p for p in group["params"] if p.grad is not None]
+            parameters = [p for p in group["params"] if p.grad is not None]
+            dtype, fused = group["params"][0].dtype, self._fused(group)
+            is_in_place = dtype == torch.float32 or (dtype == torch.float16 and self._has_scaled_state)
+            if factor is not None and is_in_place:
+                for parameter in parameters:
+                    parameter.grad.mul_(factor)  # _foreach_mul_ rounds the factor to 16 bits on CPUs
+            if dtype == torch.float32:
                 step_wide(parameters, [self.state[p] for p in parameters], _rates(group), scale)
             elif fused is not None:
-                step_fused(fused, self._updates(group), of_group)
+                step_fused(fused, self._updates(group), divisor)
             elif self._is_half(group["params"][0]):
-                step_plain(self._updates(group), of_group)
+                step_plain(self._updates(group), divisor)
             else:
-                others.append(group)
-        self.param_groups = others
+                others.setdefault(scale if is_in_place else divisor, []).append(group)
         try:
-            super().step(scale=scale)
+            for by, self.param_groups in others.items():
+                super().step(scale=by)
         finally:
             self.param_groups = groups
         return loss
@@ -369,16 +365,15 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             if p.grad is not None and p.requires_grad and host_shard(p) is None
         ]
 
-    def _shard_updates(self, group: dict[str, Any], scale: float, of_halves: float) -> list[ShardUpdate]:
+    def _shard_updates(self, group: dict[str, Any], scale: float) -> list[ShardUpdate]:
         return [
             ShardUpdate(
                 shard=shard,
                 gradient=p.grad,
-                factor=None if self._is_half(p) else self._factor,
                 state=self._state(p),
                 parts=self._parts_of(p),
                 rates=_rates(group),
-                scale=of_halves if self._is_half(p) else scale,
+                scale=scale,
             )
             for p in group["params"]
             if p.grad is not None and p.requires_grad and (shard := host_shard(p))

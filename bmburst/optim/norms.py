@@ -1,13 +1,12 @@
 """Norms of the gradient by kind of parameter: `GradientNorms`."""
 
-from functools import reduce
-
 import torch
 from torch import Tensor
 
 from bmburst.blocks.kinds import KINDS, kind_of
 from bmburst.comm.host_memory import HostShard, host_shard
 from bmburst.zero import NamedShard, named_shards
+from bmburst_ops.square_sums import square_sums
 
 
 class GradientNorms:
@@ -39,26 +38,23 @@ class GradientNorms:
         self._hosted = [kept for kept, _ in hosted.values()]
         ordered = [*self._shards, *(each for _, pieces in hosted.values() for each in pieces)]
         rows = [kind_by_name[each.name] for each in ordered]
-        self._wide = reduce(torch.promote_types, (each.dtype for each in ordered), torch.float32)
         self._belongs = torch.tensor([[float(kind == row) for row in rows] for kind in self.kinds], dtype=torch.float64)
 
     @torch.no_grad()
     def square_sums(self, device: torch.device) -> Tensor:
-        """Return the sums of squares, fp64 `[kinds]` on a device. Norms per tensor are fp32 or wider.
+        """Return the sums of squares, fp64 `[kinds]` on a device. Sums of a tensor are fp32 or wider.
 
         Call it after backward; gradients in host memory have their norms from the device.
         """
         if not self._belongs.numel():
             return torch.zeros(len(self.kinds), dtype=torch.float64, device=device)
         gradients = [shard.storage.grad for shard in self._shards]
+        has = [gradient is not None for gradient in gradients] + [True] * (self._belongs.shape[1] - len(gradients))
         pairs = zip(self._shards, gradients, strict=True)
         given = [shard.local(gradient) for shard, gradient in pairs if gradient is not None]
-        # One operation: the host would take longer to launch a norm for each parameter than a GPU to compute it.
-        found = iter(torch._foreach_norm(given, 2, dtype=self._wide) if given else ())
-        zero = torch.zeros((), dtype=self._wide, device=device)
-        norms = [zero if gradient is None else next(found) for gradient in gradients]
-        for kept in self._hosted:
-            norms += kept.norms_on(torch.cuda.current_stream()).unbind()
+        squares = [square_sums(given)] if given else []
+        squares += [kept.norms_on(torch.cuda.current_stream()).double().square() for kept in self._hosted]
         self._belongs = self._belongs.to(device)
+        belongs = self._belongs if all(has) else self._belongs[:, has]
         # A product, because an addition by index has no fixed order on a GPU.
-        return self._belongs @ torch.stack(norms).double().square()
+        return belongs @ torch.cat(squares) if squares else belongs.sum(1)

@@ -173,7 +173,6 @@ def _on_host(
     run: Run,
     step: int,
     scale: float,
-    factor: float | None = None,
 ) -> None:
     """Update a run's state and its weights, flat `[n]` in host memory."""
     state, at = update.state, run.at
@@ -185,7 +184,6 @@ def _on_host(
         update.rates,
         step=step,
         scale=scale,
-        factor=factor,
         master=master,
         remainder=remainder,
         rounding=run.rounding(state, step),
@@ -199,7 +197,6 @@ class ShardUpdate:
     Attributes:
         shard: The shard; its gradient is `shard.parameter.grad`.
         gradient: Flat, dtype of the weights, in host memory; only read.
-        factor: Factor on the gradient, applied before it is divided by `scale`; None: 1.
         state: Moments `exp_avg` and `exp_avg_sq`, with scales if they are codes; `_param_remainder`, int16, for bf16
             weights; `_param_fp32` for fp16 weights; `step`: number of steps taken, incremented.
         parts: The runs of the weights that are updated.
@@ -209,7 +206,6 @@ class ShardUpdate:
 
     shard: HostShard
     gradient: Tensor
-    factor: float | None
     state: dict[str, Any]
     parts: Sequence[Part]
     rates: Rates
@@ -238,7 +234,7 @@ def _update(update: ShardUpdate, step: int) -> None:
     with torch.no_grad():
         for part in update.parts:
             weights, gradient = update.shard.weights[part.at], update.gradient[part.at]
-            _on_host(weights, gradient, update, Run(part.at, part), step, update.scale, update.factor)
+            _on_host(weights, gradient, update, Run(part.at, part), step, update.scale)
 
 
 _AT_ONCE = 1 << 24

@@ -22,9 +22,9 @@ class Shard:
         self.master = self.weights.float() if kind == "master" else None
         self.remainder = torch.zeros(count, dtype=torch.int16) if kind == "remainder" else None
 
-    def step(self, gradient, step, kernel, factor=None):
+    def step(self, gradient, step, kernel, scale=SCALE):
         kept = {"master": self.master, "remainder": self.remainder}
-        options = {"step": step, "scale": SCALE, "factor": factor, "kernel": kernel}
+        options = {"step": step, "scale": scale, "kernel": kernel}
         host_adamw.adamw_(self.weights, gradient, self.moments, RATES, **options, **kept)
 
     def in_fp32(self):
@@ -43,13 +43,12 @@ def test_equals_torchs_in_fp64(count, dtype, kind, kernel):
     exact = torch.nn.Parameter(shard.weights.double())
     reference = torch.optim.AdamW([exact], lr=0.02, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5)
     for step in range(1, 5):
-        factor = None if step % 2 else 0.37
+        scale = SCALE if step % 2 else SCALE / 0.37  # not a power of 2
         gradient = (SCALE * torch.randn(count, generator=generator)).to(dtype)
         before = gradient.clone()
-        scaled = gradient if factor is None else gradient * factor  # rounded, as where it is clipped on the GPU
-        exact.grad = scaled.double() / SCALE
+        exact.grad = gradient.double() / scale
         reference.step()
-        shard.step(gradient, step, kernel, factor)
+        shard.step(gradient, step, kernel, scale)
         assert torch.equal(gradient, before)
         master = shard.in_fp32()
         torch.testing.assert_close(master.double(), exact.detach(), rtol=2e-6, atol=2e-6)
