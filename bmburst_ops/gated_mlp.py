@@ -65,7 +65,8 @@ class _GatedMLP(torch.autograd.Function):
         x, gate, up, down, *adapters = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad[:4]
         wide = torch.promote_types(x.dtype, torch.float32)
-        sums = [GradientSum(wide) if wanted else None for wanted in wants]
+        matrices = (gate, up, down)
+        sums = [GradientSum(wide, each) if wanted else None for each, wanted in zip(matrices, wants, strict=True)]
         rest = iter(zip(adapters, ctx.needs_input_grad[7:], strict=True))
         terms = [kept and restored(kept, rest, wide) for kept in ctx.terms]
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wants_x else None
@@ -75,7 +76,7 @@ class _GatedMLP(torch.autograd.Function):
             tokens = _tokens(number, ctx.chunk)
             chunk_backward(*part, gate, up, down, sums, [each and (each[0].at(tokens), each[1]) for each in terms])
         sums += [each for term in terms if term for each in term[1]]
-        weights = [None if each is None or each.total is None else each.total.to(gate.dtype) for each in sums]
+        weights = [None if each is None else each.gradient(gate.dtype) for each in sums]
         return grad_x, *weights[:3], None, None, None, *weights[3:]
 
 

@@ -58,6 +58,22 @@ def _cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient:
     return losses
 
 
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x times a scalar tensor, multiplied in the wider of their dtypes and rounded once, to `dtype`.
+
+    Args:
+        x: Contiguous.
+        factor: 0-dim, on the same device.
+        dtype: Of the result.
+    """
+    fused = triton_twin("triton_reductions", x, factor)
+    if fused:
+        found: Tensor = fused.scaled(x, factor, dtype)
+        return found
+    # A GPU would round a 0-dim tensor to the 16-bit dtype of the other operand.
+    return torch.mul(x, factor.view(1) if factor.is_cuda else factor, out=torch.empty_like(x, dtype=dtype))
+
+
 DEFAULT_CHUNK = 1024  # tokens; the chunk's fp32 logits for 128,256 words are 501 MiB
 
 
@@ -89,10 +105,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        # A GPU would round a 0-dim tensor to the 16-bit dtype of the other operand.
-        factor = grad_output.view(1) if grad_output.is_cuda else grad_output
         grads = [
-            None if grad is None else torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
+            None if grad is None else scaled(grad, grad_output, dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *grads, None, None, None, None, None

@@ -11,7 +11,7 @@ A low-rank term of a frozen layer (LoRA, arXiv:2106.09685) is scale * (dropout(x
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -45,18 +45,29 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
             total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
+def gradient_memory(weight: Tensor) -> Tensor | None:
+    """Return memory for the gradient of a weight, in its shape and dtype; None: the gradient is a new tensor.
+
+    The owner of a weight may set its attribute `gradient_memory`, a function, during a backward pass. It returns memory
+    at most once a pass: a second part of the gradient must not overwrite the first one, to which autograd adds it.
+    """
+    take: Callable[[], Tensor | None] | None = getattr(weight, "gradient_memory", None)
+    return None if take is None else take()
+
+
 class GradientSum:
     """The gradient of a weight, accumulated over chunks of tokens.
 
     Args:
         dtype: dtype of the sum: that of the chunks, or wider.
+        weight: The weight, whose `gradient_memory` holds the gradient if the dtype is the same; None: no memory.
 
     Attributes:
         total: The sum so far; None before the first chunk.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, weight: Tensor | None = None) -> None:
+        self.dtype, self._weight = dtype, weight
         self.total: Tensor | None = None
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
@@ -64,7 +75,18 @@ class GradientSum:
         if self.total is not None:
             add_product(self.total, a, b)
         else:
-            self.total = product(a, b, self.dtype)
+            self.total = product(a, b, self.dtype, out=self._memory(self.dtype))
+
+    def _memory(self, dtype: torch.dtype) -> Tensor | None:
+        weight = self._weight
+        return None if weight is None or weight.dtype != dtype else gradient_memory(weight)
+
+    def gradient(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the gradient in the dtype of the weight; None if nothing was added."""
+        if self.total is None or self.total.dtype == dtype:
+            return self.total
+        memory = self._memory(dtype)
+        return self.total.to(dtype) if memory is None else memory.copy_(self.total)
 
     def add(self, share: Tensor) -> None:
         """Add a chunk's gradient."""
@@ -189,7 +211,8 @@ class WeightProduct:
 
     def gradient(self) -> Tensor:
         """Return the gradient of the whole weight."""
-        return _in_rows(self.grad.t() @ self.states, self.shape, self.rows)
+        memory = gradient_memory(self.weight) if self.rows == _ALL else None
+        return _in_rows(torch.mm(self.grad.t(), self.states, out=memory), self.shape, self.rows)
 
 
 class LaterProducts:

@@ -2,7 +2,7 @@
 
 - The twins of `bmburst_ops.merge` read and write their tensors once. Tensors are `[batch, tokens, heads, head_dim]` and
   statistics `[batch, heads, tokens]`, with any strides, in fp32 or 16 bits.
-- `cross_entropy_` is the twin of `bmburst_ops.linear_cross_entropy.cross_entropy_`.
+- `cross_entropy_` and `scaled` are twins of those of `bmburst_ops.linear_cross_entropy`.
 - `add_up` sums a tensor over ranks, in one kernel over peer memory of the GPUs of a host.
 """
 
@@ -234,6 +234,23 @@ def _cross_entropy_kernel(
             p = tl.where(columns == label, p - 1.0, p)
             p = tl.where(is_valid, p, 0.0)
             tl.store(gradient + row * width + columns, p.to(gradient.dtype.element_ty), mask=columns < width)
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `bmburst_ops.linear_cross_entropy.scaled`. torch's product of two dtypes takes 1.7 times as long."""
+    assert x.is_contiguous()
+    out = torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        with torch.cuda.device_of(x):  # Triton launches on the current device, wherever the tensors are
+            _scale_kernel[(triton.cdiv(x.numel(), _NUMBERS),)](x, factor, out, x.numel(), BLOCK=_NUMBERS, num_warps=4)
+    return out
+
+
+@triton.jit
+def _scale_kernel(x, factor, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    numbers = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
+    tl.store(out + at, numbers.to(out.dtype.element_ty), mask=at < count)
 
 
 def programs_for(numbers: int) -> int:

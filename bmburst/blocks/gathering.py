@@ -8,9 +8,11 @@ A slot keeps the weights of its block until another block needs it. With room fo
 computes while the next one is gathered. With room for all blocks it is ZeRO-2: backward finds what forward gathered.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +108,8 @@ class Slot:
 class GradientMemory:
     """Memory in which the gradients of one block at a time are put together, to be scattered.
 
+    Backward writes most of them there itself (`bmburst_ops.linears.gradient_memory`).
+
     Attributes:
         memory: The trained storages, flat.
         views: A view for each parameter; None for those that are not trained.
@@ -114,20 +118,20 @@ class GradientMemory:
 
     memory: dict[str, Tensor]
     views: list[Tensor | None]
-    scattered: Any = None
+    scattered: Any = field(default_factory=lambda: torch.cuda.Event())
 
     @torch.no_grad()
     def collect(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy the gradients of a block's parameters, in order; None: zeros. Backward has made them just now."""
-        if self.scattered is None:
-            self.scattered = torch.cuda.Event()
-        else:
-            current().wait_event(self.scattered)
+        """Copy those gradients of a block's parameters, in order, that backward did not write here; None: zeros."""
         pairs = [(view, each) for view, each in zip(self.views, gradients, strict=True) if view is not None]
         missing = [view for view, gradient in pairs if gradient is None]
         if missing:
             torch._foreach_zero_(missing)
-        found = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        found = [
+            (view, gradient)
+            for view, gradient in pairs
+            if gradient is not None and gradient.data_ptr() != view.data_ptr()
+        ]
         if found:
             torch._foreach_copy_([view for view, _ in found], [gradient for _, gradient in found])
 
@@ -142,7 +146,7 @@ class GatherMemory:
     def __init__(self, room: int = AT_ONCE) -> None:
         self._room = max(room, AT_ONCE)
         self._slots: list[Slot] = []  # in the order of use, the most recent one last
-        self._gradients: dict[tuple[Layout, frozenset[str]], GradientMemory] = {}
+        self._gradients: dict[tuple[Layout, frozenset[str]], deque[GradientMemory]] = {}  # the last one used last
         self._keeps = False
         self._begun: Any = None
 
@@ -211,13 +215,23 @@ class GatherMemory:
         for each in [each for each in self._slots if not each.is_busy][: max(len(self._slots) - self._room, 0)]:
             self._free(each)
 
-    def gradients(self, layout: Layout, trained: frozenset[str]) -> GradientMemory:
-        """Return the memory for the gradients of the trained storages of a block."""
-        found = self._gradients.get((layout, trained))
-        if found is None:
+    def gradients(self, layout: Layout, trained: frozenset[str], *, is_early: bool) -> GradientMemory:
+        """Return memory for the gradients of the trained storages of a block. The current stream waits for it.
+
+        Args:
+            layout: The block's layout.
+            trained: Names of its trained storages.
+            is_early: Whether backward writes there while the gradients of another block may still be scattered. There
+                are two memories then, which take turns.
+        """
+        made = self._gradients.setdefault((layout, trained), deque())
+        if not made or (is_early and len(made) < AT_ONCE):
             memory = layout.allocate(trained)
-            found = self._gradients[layout, trained] = GradientMemory(memory, layout.views(memory))
-        return found
+            made.append(GradientMemory(memory, layout.views(memory)))
+        elif is_early:
+            made.rotate(-1)
+        current().wait_event(made[-1].scattered)
+        return made[-1]
 
     def _forget(self) -> None:
         for slot in self._slots:
@@ -229,7 +243,7 @@ class GatherMemory:
         self._forget()
         for slot in list(self._slots):
             self._free(slot)
-        for gradients in self._gradients.values():
+        for gradients in chain.from_iterable(self._gradients.values()):
             for each in gradients.memory.values():
                 each.record_stream(bmt.config["load_stream"])  # which may still scatter it
         self._gradients.clear()

@@ -56,7 +56,7 @@ class GradientSums:
 
     def __init__(self, parameters: Sequence[Tensor], *, is_wide: bool) -> None:
         self._sums = {
-            id(each): GradientSum(accumulation_dtype(each.dtype) if is_wide else each.dtype)
+            id(each): GradientSum(accumulation_dtype(each.dtype)) if is_wide else GradientSum(each.dtype, each)
             for each in parameters
             if each.requires_grad
         }
@@ -78,7 +78,7 @@ class GradientSums:
     def result(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's gradient in its dtype; None if it has none."""
         found = self.of(parameter)
-        return None if found is None or found.total is None else found.total.to(parameter.dtype)
+        return None if found is None else found.gradient(parameter.dtype)
 
 
 class BlockWork:

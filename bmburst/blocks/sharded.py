@@ -14,13 +14,14 @@ of frozen 16-bit weights, under every recompute policy and ZeRO stage, and with 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import bmtrain as bmt
 import torch
 from torch import Tensor
 
-from bmburst.blocks.gathering import GatherMemory, Layout, Slot, current
+from bmburst.blocks.gathering import GatherMemory, GradientMemory, Layout, Slot, current
 from bmburst.blocks.layers import Linear, quantized_linears, with_graph
 from bmburst.comm.collectives import FlatStorage, launched_together
 from bmburst_ops import nf4
@@ -58,6 +59,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         self._layout = Layout.of(self)
         self._ordered: list[torch.nn.Parameter] = [each["parameter"] for each in self._param_info]
         self._slot: Slot | None = None
+        self._gradients: GradientMemory | None = None
         self._is_in_backward = False
         self._views = _ShardViews(self)
         self._quantized = list(quantized_linears(module).values())
@@ -126,6 +128,8 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
                     each.grad = None  # backward puts its own tensor there, without an addition
         if (after := self.next_module()) is not None:
             after.after_backward()
+        if self._is_in_backward and not (self.later is not None and self.later.is_open):
+            self._offer_memory()
         self._dequantize()  # the gradients and weights of the block after this one are gone: memory matters here
         self.prepare(self.pre_module())
 
@@ -155,6 +159,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
                 each.weight.grad = gradient if each.weight.grad is None else each.weight.grad.add_(gradient)
             return
         gradients, places = self._left.popleft(), {id(each): place for place, each in enumerate(self._ordered)}
+        self._offer_memory()
         while products:
             product = products.pop()
             gradients[places[id(product.weight)]] = product.gradient()
@@ -162,6 +167,24 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         self._views.show_gradients()
         if self._is_first_layer:
             self._memory.end()
+
+    def _offer_memory(self) -> None:
+        """Let backward write gradients where they are scattered from; the memory is allocated for the first of them."""
+
+        def take(place: int) -> Tensor | None:
+            del self._ordered[place].gradient_memory  # type: ignore[attr-defined]
+            if self._gradients is None:
+                self._gradients = self._memory.gradients(self._layout, self._trained(), is_early=True)
+            view = self._gradients.views[place]
+            return None if view is None else view.detach()  # autograd keeps a tensor that nothing else refers to
+
+        self._gradients = None
+        for place, each in enumerate(self._ordered):
+            if each.requires_grad:
+                each.gradient_memory = partial(take, place)  # type: ignore[attr-defined]
+
+    def _trained(self) -> frozenset[str]:
+        return frozenset(name for name, each in self._storage_params.items() if each.requires_grad)
 
     def put_gradient_aside(self) -> None:
         """Clear the gradient, and keep its memory for the next one, which is then written there and not added."""
@@ -240,10 +263,15 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
     @torch.no_grad()
     def _scatter(self, own: list[Tensor | None]) -> None:
         """Add up the gradients of all ranks, and those of micro-batches before, each rank its shard."""
-        trained = {name: each for name, each in self._storage_params.items() if each.requires_grad}
-        if not trained:
+        for each in self._ordered:
+            each.__dict__.pop("gradient_memory", None)
+        names = self._trained()
+        if not names:
             return
-        gradients = self._memory.gradients(self._layout, frozenset(trained))
+        trained = {name: each for name, each in self._storage_params.items() if name in names}
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
+            gradients = self._memory.gradients(self._layout, names, is_early=False)
         gradients.collect(own)
         for name, storage in trained.items():
             info = self._storage_info[name]

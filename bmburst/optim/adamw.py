@@ -1,7 +1,7 @@
 """AdamW on BMTrain's ZeRO shards, with its state on the GPU or in host memory: `AdamW`, `build_optimizer`."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import Any, get_args
@@ -300,7 +300,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         return loss
 
     def _step_small(self, group: dict[str, Any], scale: float) -> None:
-        updates = self._updates(group)
+        updates = list(self._updates(group))
         kernel = triton_twin("triton_moments", *(each.weights for each in updates)) if updates else None
         if kernel is None:
             step_plain(updates, scale)
@@ -358,12 +358,13 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _updates(self, group: dict[str, Any]) -> list[Update]:
-        return [
-            Update(weights=p.data, gradient=p.grad, state=self._state(p), parts=self._parts_of(p), rates=_rates(group))
-            for p in group["params"]
-            if p.grad is not None and p.requires_grad and host_shard(p) is None
-        ]
+    def _updates(self, group: dict[str, Any]) -> Iterator[Update]:
+        """Yield the updates of weights that are not in host memory. A GPU begins before the last one is made."""
+        rates = _rates(group)
+        for p in group["params"]:
+            if p.grad is not None and p.requires_grad and host_shard(p) is None:
+                parts = self._parts_of(p)
+                yield Update(weights=p.data, gradient=p.grad, state=self._state(p), parts=parts, rates=rates)
 
     def _shard_updates(self, group: dict[str, Any], scale: float) -> list[ShardUpdate]:
         return [

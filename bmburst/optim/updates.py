@@ -11,7 +11,7 @@ separate master they would take 14. Where moments are small (`bmburst.optim.stat
 everywhere, and are updated with weights that are copied from the GPU like gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -241,7 +241,7 @@ _AT_ONCE = 1 << 24
 """Elements of 16-bit weights that torch operations update at once; bounds the fp32 copy of the gradient."""
 
 
-def step_fused(kernel: Any, updates: Sequence[Update], scale: float) -> None:
+def step_fused(kernel: Any, updates: Iterable[Update], scale: float) -> None:
     """Update 16-bit weights with `bmburst_ops.triton_elementwise`.
 
     Args:
@@ -283,7 +283,7 @@ def step_small(kernel: Any, updates: Sequence[Update], scale: float) -> None:
             )
 
 
-def step_plain(updates: Sequence[Update], scale: float) -> None:
+def step_plain(updates: Iterable[Update], scale: float) -> None:
     """Update weights like `step_fused` or `step_small`, with torch operations on their fp32 masters.
 
     Args:

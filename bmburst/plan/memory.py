@@ -300,7 +300,7 @@ class LeanMoments(StepMoments):
     def _mlp_backward(self) -> Lines:
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.chunk_inner)
         streams = 3 * self.hidden + self.scaled + self.norm_statistic
-        sums = 0.0 if self.part == 1 else self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix())
+        sums = self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix())
         gone = self.part * self.mlp_in_host()  # when the second chunk begins, which is the first with sums
         return {
             **self._block_in_backward(),
@@ -318,7 +318,7 @@ class LeanMoments(StepMoments):
             mlp_matrix(self.model, 1) + self.chunk_inner / self.task.itemsize if self.operators.wide_copies else 0.0
         )
         return {
-            **self._block_in_backward(),
+            **self._block_in_backward(own=True),
             "gradients in flight": self.hidden,
             "attention's output": self._held_output(),
             "sums of gradients": self._sums(3 * mlp_matrix(self.model, 1)),
@@ -335,7 +335,7 @@ class LeanMoments(StepMoments):
     def _attention_backward(self) -> Lines:
         others = 1 - self.heads
         return {
-            **self._block_in_backward(gone=others * self._let_go() + self._joined_part(), is_fed=True),
+            **self._block_in_backward(gone=others * self._let_go() + self._joined_part(), own=True, is_fed=True),
             "gradients in flight": self.hidden,
             "gradients of heads": others * self.projected,
             "sums of gradients": self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix()),
@@ -346,12 +346,11 @@ class LeanMoments(StepMoments):
     def _head_norms_backward(self) -> Lines:
         """Queries are projected again and normed, and their norm is differentiated; then the same for keys."""
         again = max(2 * self.query, self.query + 2 * self.key)
-        before_projections = 3 * mlp_matrix(self.model, 1) + self._output_matrix()
         return {
-            **self._block_in_backward(gone=self._let_go() + self._joined_part(), is_fed=True),
+            **self._block_in_backward(gone=self._let_go() + self._joined_part(), own=True, is_fed=True),
             "gradients in flight": self.hidden,
             "gradients of heads": self.projected,
-            "sums of gradients": self._sums(before_projections if self.part == 1 else held_block(self.model, 1)),
+            "sums of gradients": self._sums(held_block(self.model, 1)),
             "tokens in work": self.part
             * (self._turned_gradients() + again + self.statistics + self.hidden + self.norm_statistic),
             "elementwise": self._elements(
@@ -365,7 +364,7 @@ class LeanMoments(StepMoments):
 
     def _projections_backward(self) -> Lines:
         return {
-            **self._block_in_backward(gone=self._let_go() + self._joined_part(), is_fed=True),
+            **self._block_in_backward(gone=self._let_go() + self._joined_part(), own=True, is_fed=True),
             "gradients in flight": self.hidden,
             "gradients of heads": self.projected,
             "sums of gradients": self._sums(held_block(self.model, 1)),
@@ -375,16 +374,22 @@ class LeanMoments(StepMoments):
             ),
         }
 
-    def _block_in_backward(self, *, gone: float = 0.0, is_fed: bool = False) -> Lines:
-        """`is_fed`: whether the MLP's backward is done, which frees what was kept of it."""
+    def _block_in_backward(self, *, gone: float = 0.0, own: bool = False, is_fed: bool = False) -> Lines:
+        """`is_fed`: whether the MLP's backward is done, which frees what was kept of it.
+
+        `own`: whether gradients of its weights exist.
+        """
         visiting = self._visiting(backward=True) - (self.mlp_in_host() if is_fed else 0.0)
         of_host = gone if self.policy.offload == "all" else 0.0  # attention's output came from the host
         return {
             "kept for backward": self._all_kept(gone - of_host),
             "computed again by its segment": self.others.segment,
             "back from host memory": visiting - of_host,
-            "gathered weights, gradients": self._weights_and_gradients(),
+            "gathered weights, gradients": self._weights_and_gradients(own=own),
         }
+
+    def _memories(self) -> int:
+        return super()._memories() if self.part == 1 else 1  # sums over chunks of tokens are tensors of their own
 
     def _let_go(self) -> float:
         """Return the bytes of attention's output, kept or fetched, that backward frees by groups of heads."""
@@ -405,4 +410,5 @@ class LeanMoments(StepMoments):
         return float(self.model.num_heads * self.model.head_dim * self.model.hidden_size)
 
     def _sums(self, numbers: float) -> float:
-        return self._of_matrices(numbers * (self.task.itemsize if self.part == 1 else WIDE))
+        """Return the bytes of fp32 sums over chunks of tokens; gradients of all tokens are not summed."""
+        return 0.0 if self.part == 1 else self._of_matrices(numbers * WIDE)

@@ -139,7 +139,7 @@ class StepMoments:
 
     def in_backward(self) -> Moments:
         """The moments in the block's backward."""
-        in_chunks = {"MLP backward": self._cut_mlp_backward}
+        in_chunks = {"MLP backward": self._cut_mlp_backward, "MLP gradients": self._rounded_sums}
         whole = {
             "MLP backward": self._activation_backward,
             "down projection backward": self._down_backward,
@@ -228,9 +228,17 @@ class StepMoments:
     def _gradients(self) -> float:
         return self._adapter_bytes() if self.task.lora else self._block_bytes()
 
-    def _weights_and_gradients(self) -> float:
-        """Also the gradients of the block after this one, in the memory from which they are scattered."""
-        return self._weights() + (self._gradients() if self.model.num_layers > 1 else 0.0)
+    def _weights_and_gradients(self, *, own: bool) -> float:
+        """Also the memories in which gradients are put together, which take turns once they are allocated.
+
+        One is for the gradients of the block after this one, which are scattered. With `own` another one is for those
+        of this block.
+        """
+        return self._weights() + min(self._memories(), self.model.num_layers - (not own)) * self._gradients()
+
+    def _memories(self) -> int:
+        """Return how many memories of gradients there are: one, if backward writes gradients elsewhere at first."""
+        return 1 if self.task.lora else AT_ONCE
 
     def _ids(self) -> float:
         angles = self.rows * self.model.head_dim * WIDE
@@ -240,12 +248,6 @@ class StepMoments:
 
     def _table(self) -> float:
         return float(table(self.model) * self.task.itemsize)
-
-    def _mlp_matrix(self) -> float:
-        return float(mlp_matrix(self.model, self.candidate.tensor) * self.task.itemsize)
-
-    def _output_matrix_bytes(self) -> float:
-        return float(self.candidate.own_heads * self.model.head_dim * self.model.hidden_size * self.task.itemsize)
 
     def _elements(self, alive: float, tensor: float) -> float:
         """Bytes alive inside an operator that holds `alive` bytes per element of a tensor."""
@@ -308,61 +310,70 @@ class StepMoments:
         """All tensors of the block except the activation, the copies that its backward makes, the gradient of down."""
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.inner)
         return {
-            **self._block_in_backward(gone=self.activation),
+            **self._block_in_backward(gone=self.activation, own=True),
             "gradients in flight": self.hidden + self.gathered_grad + self.inner,
-            "gradients of matrices": self._of_matrices(self._mlp_matrix()),
             "elementwise": inside,
         }
 
     def _down_backward(self) -> Lines:
         """The activation is alive, its gradient, and the gradient of the down projection."""
         return {
-            **self._block_in_backward(),
+            **self._block_in_backward(own=True),
             "gradients in flight": self.hidden + self.gathered_grad + self.inner,
-            "gradients of matrices": self._of_matrices(self._mlp_matrix()),
         }
 
     def _gate_up_backward(self) -> Lines:
         """Gradients of gate and up, of their input, and of all three matrices."""
         return {
-            **self._block_in_backward(gone=2 * self.inner + self.activation),
+            **self._block_in_backward(gone=2 * self.inner + self.activation, own=True),
             "gradients in flight": self.hidden + self.scaled + self.whole_hidden + 2 * self.inner,
-            "gradients of matrices": self._of_matrices(3 * self._mlp_matrix()),
         }
 
     def _from_block_to_block(self) -> Lines:
-        """The gradients of a block are copied to where they are scattered; its activations are already freed."""
+        """The gradients of a block are ready to be scattered; its activations are already freed."""
+        copied = self._gradients() if self._memories() == 1 else 0.0
         return {
             "kept for backward": self._all_kept(self.kept()) + self.others.segment,
             "back from host memory": self._visiting(backward=True),
-            "gathered weights, gradients": self._weights() + self._gradients(),
-            "gradients of matrices": self._gradients(),
+            "gathered weights, gradients": copied + self._weights_and_gradients(own=True),
             "gradients in flight": self.hidden,
         }
 
     def _cut_mlp_backward(self) -> Lines:
         """Gate, up, activation and its gradient for a chunk; accumulated weight gradients; the input's gradient."""
-        sums = self._of_matrices(3.0 * WIDE * mlp_matrix(self.model, self.candidate.tensor))
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.chunk_inner)
         return {
             **self._block_in_backward(),
             "gradients in flight": self.hidden + self.gathered_grad + self.whole_hidden + self.scaled,
-            "sums of gradients in fp32": sums,
+            "sums of gradients in fp32": self._mlp_sums(),
             "MLP chunk": 4 * self.chunk_inner,
             "elementwise": inside,
         }
 
+    def _rounded_sums(self) -> Lines:
+        """The weight gradients of an MLP in chunks are rounded to where they are scattered."""
+        return {
+            **self._block_in_backward(own=True),
+            "gradients in flight": self.hidden + self.gathered_grad + self.whole_hidden + self.scaled,
+            "sums of gradients in fp32": self._mlp_sums(),
+        }
+
+    def _mlp_sums(self) -> float:
+        return self._of_matrices(3.0 * WIDE * mlp_matrix(self.model, self.candidate.tensor))
+
     def _attention_backward(self) -> Lines:
         return {
-            **self._block_in_backward(gone=self._recomputed() - self._kept_before_attention()),
+            **self._block_in_backward(gone=self._recomputed() - self._kept_before_attention(), own=True),
             "gradients in flight": self.hidden + self.query,
-            "gradients of matrices": self._of_matrices(3 * self._mlp_matrix() + self._output_matrix_bytes()),
             "attention": self._attention(self.attends.backward),
         }
 
-    def _block_in_backward(self, *, gone: float = 0.0) -> Lines:
-        """Bytes that all blocks keep, and the recomputed tensors of the last one that its backward still needs."""
-        gathered = {"gathered weights, gradients": self._weights_and_gradients()}
+    def _block_in_backward(self, *, gone: float = 0.0, own: bool = False) -> Lines:
+        """Bytes that all blocks keep, and the recomputed tensors of the last one that its backward still needs.
+
+        `own`: whether gradients of its weights exist.
+        """
+        gathered = {"gathered weights, gradients": self._weights_and_gradients(own=own)}
         if not self.policy.recomputes:
             return {"kept for backward": self._all_kept(gone)} | gathered
         # The whole results of attention exist, in addition to the part that was kept or fetched from the host.

@@ -50,6 +50,27 @@ def _blocks_are_those_of_bmtrain():
     _weights_are_never_old()
     _gradients_are_put_aside()
     _gradients_are_left_for_later()
+    _gradients_are_written_where_they_are_scattered_from()
+
+
+def _gradients_are_written_where_they_are_scattered_from():
+    """Backward copies biases alone. It writes the other gradients to two memories that take turns."""
+    from bmburst.blocks import gathering
+
+    wanted, model, written = _gradients(_blocks(ALIKE, None, bias=True)), _blocks(ALIKE, 3, bias=True), []
+    with pytest.MonkeyPatch.context() as patch:
+        collect = gathering.GradientMemory.collect
+
+        def seen(memory, gradients):
+            matrix, bias = (each.data_ptr() for each in gradients)
+            assert memory.views[0].data_ptr() == matrix != bias
+            written.append(matrix)
+            collect(memory, gradients)
+
+        patch.setattr(gathering.GradientMemory, "collect", seen)
+        assert all(map(torch.equal, _gradients(model), wanted))
+    assert len(written) == 5 * BATCHES and not any("gradient_memory" in each.__dict__ for each in model.parameters())
+    assert all(one != other for at, (one, other) in enumerate(pairwise(written), 1) if at % 5)
 
 
 def _gradients_are_left_for_later():

@@ -79,6 +79,16 @@ def test_norm_of_a_stream(triton, shape, layout, factor, dtype):
 
 
 @every_dtype
+@pytest.mark.parametrize("shape", [(3, 4099), (1,), (0, 7)], ids=str)
+def test_scaled(triton, shape, dtype):
+    """An fp32 sum is rounded once; a factor of 16 bits would lose digits."""
+    x, factor = random(shape, torch.float32), torch.tensor(0.1 / 3, device=DEVICE)
+    found = linear_cross_entropy.scaled(x, factor, dtype)
+    assert found.dtype == dtype and triton == {"scaled"}
+    torch.testing.assert_close(found.double(), x.double() * factor.double(), **TOLERANCE[dtype])
+
+
+@every_dtype
 @pytest.mark.parametrize(("rows", "words"), [(5, 41), (3, 4096), (2, 9001), (1, 1), (0, 7)])
 def test_cross_entropy(triton, rows, words, dtype):
     """Of fp32 logits, with the gradient in any dtype; a token without a label has none."""

@@ -1,10 +1,13 @@
 """Products of one input with several matrices against as many of torch's, in fp64 and in 16 bits."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bmburst_ops.gated_mlp import gated_mlp
 from bmburst_ops.linears import LaterProducts, LowRank, linears
 from tests.live_bytes import LiveBytes
 
@@ -46,6 +49,56 @@ def test_results_that_are_not_needed_leave_gradients_alone():
     results, undefined = linears(x, weights), linears(x, weights, is_needed=False)
     assert [u.shape for u in undefined] == [r.shape for r in results]
     torch.testing.assert_close(gradients(undefined, leaves), gradients(results, leaves), rtol=0, atol=0)
+
+
+def _offered(weights):
+    """Offer memory for the gradient of each weight, once; return it, filled with NaN."""
+    memories = [torch.full_like(weight, torch.nan, requires_grad=False) for weight in weights]
+
+    def take(left):
+        return left.pop() if left else None
+
+    for weight, memory in zip(weights, memories, strict=True):
+        weight.gradient_memory = partial(take, [memory.detach()])
+    return memories
+
+
+@pytest.mark.parametrize("rows", [None, ROWS])
+def test_gradients_are_written_to_offered_memory(rows):
+    """But those of some rows of a weight."""
+    x, *weights = leaves = problem(torch.float32)
+    wanted = gradients(linears(x, weights, rows), leaves)
+    memories = _offered(weights)
+    results = linears(x, weights, rows)
+    torch.autograd.backward(results, _random(results, 4))
+    for leaf, gradient in zip(leaves, wanted, strict=True):
+        assert torch.equal(leaf.grad, gradient)
+    whole = [rows is None or own == slice(None) for own in ROWS]
+    written = [weight.grad.data_ptr() == memory.data_ptr() for weight, memory in zip(weights, memories, strict=True)]
+    assert written == whole and [not memory.isnan().any() for memory in memories] == whole
+
+
+def test_a_weight_that_is_used_twice_is_offered_memory_once():
+    x, weight, *_ = problem(torch.float64)
+    wanted = gradients((linear(x, weight), linear(x.sin(), weight)), [weight])
+    _offered([weight])
+    results = (*linears(x, [weight]), *linears(x.sin(), [weight]))
+    torch.autograd.backward(results, _random(results, 4))
+    torch.testing.assert_close(weight.grad, wanted[0])
+
+
+def test_sums_over_chunks_are_rounded_to_offered_memory():
+    generator = torch.Generator().manual_seed(5)
+    x, *weights = (
+        torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_()
+        for shape in ((7, 6), (10, 6), (10, 6), (6, 10))
+    )
+    wanted = gradients([gated_mlp(x, *weights, chunk=3)], weights)
+    memories = _offered(weights)
+    out = gated_mlp(x, *weights, chunk=3)
+    out.backward(*_random([out], 4))
+    for weight, memory, gradient in zip(weights, memories, wanted, strict=True):
+        assert torch.equal(weight.grad, gradient) and weight.grad.data_ptr() == memory.data_ptr()
 
 
 @pytest.mark.parametrize("rows", [None, ROWS])

@@ -103,10 +103,10 @@ FEW_TOKENS = [
     {"model": SHAPE | {"num_layers": layers}, "recompute": "block", "zero": zero, "dtype": "bfloat16", "tokens": tokens,
      "loss_chunk": 64, "gathered": True, "moment": moment}
     for zero, layers, tokens, moment in (
-        (3, 3, 16, "gate and up backward"),
-        (2, 3, 8, "gate and up backward"),
-        (3, 1, 2, "from block to block"),
-        (2, 1, 2, "from block to block"),
+        (3, 3, 16, "MLP backward"),
+        (2, 3, 8, "MLP backward"),
+        (3, 1, 2, "gate and up backward"),
+        (2, 1, 2, "gate and up backward"),
     )
 ]  # fmt: skip
 ALWAYS_THERE = ("weights", "gradients", "optimizer", "workspace", "token ids, angles")
