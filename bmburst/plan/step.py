@@ -35,7 +35,7 @@ from bmburst.schedule.pipeline import PassTimes
 
 MEASURED_RANKS = 4  # over which the host's time of ZeRO was measured; more are taken for as many
 OUTSIDE_BLOCKS = 2  # host time of embedding, head and optimizer, in blocks
-_OPTIMIZER_BYTES = 44  # per parameter: AdamW with fp32 moments 30, norm of the gradient 10, clipping and clearing 4
+_OPTIMIZER_BYTES = 30  # per parameter: AdamW with fp32 moments 28, norm of the gradient 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class StepTime:
         zero: Exposed transfers of weights and gradients, also between ZeRO groups.
         tensor: Exposed transfers of tensor parallelism.
         offload: Exposed copies between GPU and host memory, and AdamW on the host that forward waits for.
-        optimizer: AdamW and clipping.
+        optimizer: AdamW and the norm of the gradient.
         host: Time by which the host is slower than the GPU.
         reference: Forward pass of the reference model in preference training, else 0.
         pipeline: Stages that wait for others (the bubble), and transfers between stages.
@@ -179,7 +179,7 @@ def _gradient_sums(candidate: Candidate, hardware: Hardware, *, whole: bool) -> 
 
 
 def _optimizer_bytes(task: Task) -> float:
-    """Return the memory traffic of clipping and AdamW on the GPU per weight. Remainders need the weight too."""
+    """Return the memory traffic of the norm and AdamW on the GPU per weight. Remainders need the weight too."""
     if task.state == "float32":
         return _OPTIMIZER_BYTES
     saved = adam_bytes(task.dtype, "float32") - adam_bytes(task.dtype, task.state)
