@@ -233,6 +233,12 @@ class GatherMemory:
         current().wait_event(made[-1].scattered)
         return made[-1]
 
+    def give_away(self, gradients: GradientMemory) -> None:
+        """Leave memory of gradients to those who have views of it."""
+        for made in self._gradients.values():
+            if gradients in made:
+                made.remove(gradients)
+
     def _forget(self) -> None:
         for slot in self._slots:
             if slot.holds is not None:

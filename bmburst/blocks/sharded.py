@@ -60,6 +60,7 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
         self._ordered: list[torch.nn.Parameter] = [each["parameter"] for each in self._param_info]
         self._slot: Slot | None = None
         self._gradients: GradientMemory | None = None
+        self._taken: list[int] = []  # the places of parameters whose gradients are written there
         self._is_in_backward = False
         self._views = _ShardViews(self)
         self._quantized = list(quantized_linears(module).values())
@@ -176,9 +177,11 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
             if self._gradients is None:
                 self._gradients = self._memory.gradients(self._layout, self._trained(), is_early=True)
             view = self._gradients.views[place]
+            self._taken.append(place)
             return None if view is None else view.detach()  # autograd keeps a tensor that nothing else refers to
 
         self._gradients = None
+        self._taken.clear()
         for place, each in enumerate(self._ordered):
             if each.requires_grad:
                 each.gradient_memory = partial(take, place)  # type: ignore[attr-defined]
@@ -270,6 +273,10 @@ class ShardedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
             return
         trained = {name: each for name, each in self._storage_params.items() if name in names}
         gradients, self._gradients = self._gradients, None
+        if gradients is not None and any(own[place] is None for place in self._taken):
+            # Autograd has the gradient still, and adds that of another forward pass of the same backward pass.
+            self._memory.give_away(gradients)
+            gradients = None
         if gradients is None:
             gradients = self._memory.gradients(self._layout, names, is_early=False)
         gradients.collect(own)

@@ -51,6 +51,20 @@ def _blocks_are_those_of_bmtrain():
     _gradients_are_put_aside()
     _gradients_are_left_for_later()
     _gradients_are_written_where_they_are_scattered_from()
+    _gradients_of_two_forward_passes_are_added()
+
+
+def _gradients_of_two_forward_passes_are_added():
+    """One backward pass goes through both; autograd adds their gradients when it has come to the second one."""
+    found = []
+    for level in (None, 2, 3):
+        for widths in (ALIKE, WIDTHS):
+            model = _blocks(widths, level, bias=True)
+            first, second = (torch.linspace(at, 1, 3 * 18).view(3, 18).requires_grad_() for at in (-1, 0))
+            (model(first).square().sum() + 2 * model(second).square().sum()).backward()
+            found.append(_shards(model))
+    for at, gradients in enumerate(found):
+        assert all(map(torch.equal, gradients, found[at % 2])), at
 
 
 def _gradients_are_written_where_they_are_scattered_from():
