@@ -277,6 +277,7 @@ class Trainer:
                         result = objective.forward(part)
                     with traced("backward"), self._sums.backward(is_last=part is last):
                         self._manager.backward(result)
+                    del result  # freeing its graph takes a millisecond, in which the GPU is still busy
         squares = self._norms.square_sums(self.runtime.device) / self._manager.loss_scale**2
         known = self._monitor.host_facts(batch, saved=self.saves.has_ended)
         sums = objective.share, squares, objective.tokens
