@@ -109,7 +109,7 @@ def test_this_projects_measurements_are_met(comparisons):
     assert off <= BOUND_BY_THE_HOST
     long = [each for each in comparisons if each.source.endswith(".jsonl")]
     assert len(long) == 17 and all(abs(each.error) < 0.025 for each in long)
-    # Measured before blocks shared memory for gathered weights: the planner counts one block more, and gradients of two.
+    # Measured before blocks shared memory: the planner counts one gathered block more, and the gradients of two.
     for what, most in (("torch's allocator", 0.11), ("beside torch's allocator", 0.05)):
         assert all(error < most for error in sizes(comparisons, "this project, training", what).values())
 
