@@ -273,6 +273,9 @@ class Policy:
         The first layer that saves everything does, if at least two others follow it. Their backward has then freed
         more memory than the prefetched tensors take.
         """
+        # The first layer without +offload-mlp does not prefetch outputs of an MLP where its own inputs are in host
+        # memory. The layers behind it have freed attention's results at most, and nothing under "block+offload": those
+        # of 7 layers of llama-3-8b take as much as the outputs. So memory could peak there, for one copy a step.
         return self.layers == i and self.of_layer(i - 1, layers).offloads and layers - i > 2
 
     def _require_numbers(self) -> None:
