@@ -127,7 +127,7 @@ def test_policies_by_segments():
     ]
     assert sum(count for _, count in policy.kinds(10)) == 10
     assert all(each.is_stored and not each.feeds_next for each in Policy.parse("block+every-1").of_layers(3))
-    assert layers[0].waiting(BLOCK, 10.0, 100.0, 100.0) == inputs / 10  # nothing fetched it ahead
+    assert layers[0].waiting(BLOCK, 10.0, 100.0, 100.0) == (0, inputs / 10)  # nothing fetched it ahead
     offloading = Policy.parse("block+offload+every-2").of_layers(3)
     assert [each.hosted(BLOCK) for each in offloading] == [inputs, 0, inputs]
 
@@ -142,9 +142,9 @@ def test_attention_in_host_memory():
     assert [each.kept(BLOCK) for each in layers] == [0, 0, 0, 0, attended, attended]
     assert [each.attention for each in layers] == [0, 0, 1, 1, 1, 1]
     # Backward waits for the input of a segment; attention's results arrive while inputs are computed again.
-    assert layers[2].waiting(BLOCK, 10.0, 100.0, 100.0) == inputs / 10
-    assert layers[3].waiting(BLOCK, 10.0, 100.0, 100.0) == 0
-    assert layers[3].waiting(BLOCK, 1.0, 1.0, 1.0) == 2 * (attended - 1)
+    assert layers[2].waiting(BLOCK, 10.0, 100.0, 100.0) == (0, inputs / 10)
+    assert layers[3].waiting(BLOCK, 10.0, 100.0, 100.0) == (0, 0)
+    assert layers[3].waiting(BLOCK, 1.0, 1.0, 1.0) == (attended - 1, attended - 1)
     whole = Policy.parse("block-keep-attention+offload-first-2+offload-attention-first-1").of_layers(3)
     assert [each.hosted(BLOCK) for each in whole] == [inputs + attended, inputs, 0]
 
@@ -260,5 +260,5 @@ def test_each_policy_costs_what_its_table_says():
         policy = Policy.parse(name)
         assert policy.kept(BLOCK) == kept and policy.hosted(BLOCK) == hosted, name
         assert policy.again(5.0, 10.0, 2.0) == again, name
-        assert policy.waiting(BLOCK, 10.0, 100.0, 100.0) == 0
-        assert policy.waiting(BLOCK, 10.0, 3.0, 8.0) == max(0, hosted / 10 - 3) + max(0, hosted / 10 - 8)
+        assert policy.waiting(BLOCK, 10.0, 100.0, 100.0) == (0, 0)
+        assert policy.waiting(BLOCK, 10.0, 3.0, 8.0) == (max(0, hosted / 10 - 3), max(0, hosted / 10 - 8))

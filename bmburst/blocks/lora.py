@@ -5,7 +5,7 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -110,8 +110,9 @@ class LoRAConfig:
                 pattern = each.rpartition("=")[0]
                 if not any(_fits(pattern, name) for name in names):
                     raise UserError(
-                        f"lora.{option}: no adapter has a name that ends with '{pattern}'\n"
-                        f"allowed: ends of names such as {names[0]}\nfix: correct the pattern, or add to lora.targets"
+                        f"lora.{option}: no adapter has a name that ends with '{pattern}', so it would have no effect\n"
+                        f"allowed: ends of names such as {names[0]}\n"
+                        "fix: correct the pattern, add to lora.targets, or leave the pattern out"
                     )
         for each in self.modules_to_save:
             if model.tie_embeddings and each in _TABLES:
@@ -125,6 +126,18 @@ class LoRAConfig:
                     f"lora.modules_to_save: the model has no module {each}\n"
                     f"allowed: {', '.join(SAVABLE[:5])}\nfix: leave {each} out"
                 )
+
+    def having_effect(self, modules: Collection[str]) -> "LoRAConfig":
+        """Return these settings without the patterns that fit none of the modules with adapters.
+
+        PEFT accepts such patterns, and they have no effect. On the command line they are refused: they are misspelled.
+        """
+
+        def fitting(patterns: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(each for each in patterns if any(_fits(each.rpartition("=")[0], name) for name in modules))
+
+        ranks, alphas = fitting(self.rank_pattern), fitting(self.alpha_pattern)
+        return dataclasses.replace(self, rank_pattern=ranks, alpha_pattern=alphas)
 
     def require_tensor(self, degree: int) -> None:
         """Raise UserError if the base is in 4 bits, and tensor parallelism would cut its blocks."""

@@ -54,8 +54,8 @@ KEYS: Mapping[str, Key] = {
     "bias": Key("read", (None, "none")),
     "use_rslora": Key("read: lora.rslora", (None, False, True)),
     "lora_dropout": Key("read: lora.dropout, for training that starts from the adapter"),
-    "rank_pattern": Key("read: lora.rank_pattern"),
-    "alpha_pattern": Key("read: lora.alpha_pattern"),
+    "rank_pattern": Key("read: lora.rank_pattern; a pattern that fits no adapter has no effect"),
+    "alpha_pattern": Key("read: lora.alpha_pattern, in the same way"),
     "modules_to_save": Key(f"read: lora.modules_to_save; of {', '.join(SAVABLE)}"),
     **keys(("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"), "read", *_NONE),
     **keys(("trainable_token_indices", "target_parameters", "exclude_modules"), "read", *_NONE),
@@ -275,6 +275,7 @@ def open_adapter(directory: Path) -> Adapter:
             alpha_pattern=values.get("alpha_pattern") or (),
             modules_to_save=saved,
         )
+        lora = lora.having_effect([found["module"] for stored in file.shapes if (found := _MATRIX.fullmatch(stored))])
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     base = values.get("base_model_name_or_path")

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import Part, SplitSequences
-from bmburst.integrations.transformers_layers import outermost
+from bmburst.integrations.transformers_modules import Modules, outermost
 from bmburst.integrations.transformers_rotary import by_length
 from bmburst.mesh import Mesh
 from bmburst.schedule.documents import Documents
@@ -173,7 +173,7 @@ def with_lengths_of_trl(part: Part, rows: Sequence[Rows], model: nn.Module) -> P
     padded = {each.ids.shape[1] for each in rows}
 
     def ends() -> tuple[int, ...]:
-        other = (1,) if any(rotary.is_dynamic for rotary in by_length(model)) else ()
+        other = (1,) if any(rotary.is_dynamic for rotary in by_length(Modules(model))) else ()
         return (*part.ends(), *padded, *other)
 
     return replace(part, ends=ends)

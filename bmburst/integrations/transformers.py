@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -49,6 +49,7 @@ from bmburst.integrations.transformers_models import (
     require_splittable,
     require_tokens,
 )
+from bmburst.integrations.transformers_modules import Modules
 from bmburst.integrations.transformers_noise import noise_of_whole_sequences
 from bmburst.integrations.transformers_recurrent import require_layout
 from bmburst.integrations.transformers_router import (
@@ -285,8 +286,7 @@ class Part:
             `[batch, length, ...]`.
         """
         decided_tokens(self, "gathered", x, 1)
-        joined: Tensor = Gathered.apply(x, self)  # type: ignore[no-untyped-call]
-        return joined
+        return cast(Tensor, Gathered.apply(x, self))  # type: ignore[no-untyped-call]
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor on every rank: gather local tokens, which are in dimension `dim`; differentiable.
@@ -329,27 +329,27 @@ class Part:
     def _call(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Check the model, call it, and return its logits."""
 
-        def decide() -> tuple[None, str]:
+        def decide() -> tuple[Modules, str]:
             require_inputs(inputs)
             require_router_loss_elsewhere(model, inputs)
-            require_splittable(model, self.ends, of_rows=self.tree is not None, routed=True)  # see above
-            require_layout(model, self.cut.layout.name, is_tree=self.tree is not None)
+            found = require_splittable(model, self.ends, of_rows=self.tree is not None, routed=True)  # see above
+            require_layout(found, self.cut.layout.name, is_tree=self.tree is not None)
             require_rows(model, self.largest)
             told = f"{type(model).__name__} on a split sequence\ninputs {', '.join(sorted(inputs))}"
             mode = "training" if model.training else "evaluation"
-            return None, f"{told}\nmode {mode}\n{'with' if torch.is_grad_enabled() else 'without'} gradient"
+            return found, f"{told}\nmode {mode}\n{'with' if torch.is_grad_enabled() else 'without'} gradient"
 
         def compare() -> tuple[None, str]:
             self.weights.compare(model, self.mesh.sequence)
             return None, "weights of the ranks"
 
-        _decided(self.mesh, decide)
+        modules = _decided(self.mesh, decide)
         if self.mesh.sequence.size > 1 and self.weights.are_compared(model):
             with self.mesh.world.checking():  # the other groups end, too
                 self.mesh.world.decided(compare)
         positions = positions_of(model, self.position_ids, self.mask.before)
         ours: dict[str, Any] = {"attention_mask": self.mask, "position_ids": positions, "use_cache": False}
-        with noise_of_whole_sequences(model, self.cut, self.mesh.sequence, is_tree=self.tree is not None):
+        with noise_of_whole_sequences(modules, self.cut, self.mesh.sequence, is_tree=self.tree is not None):
             result = model(input_ids=self.input_ids, **(ours | inputs))
         found: Tensor | None = getattr(result, "logits", None)
         if found is None:

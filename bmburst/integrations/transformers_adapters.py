@@ -7,9 +7,10 @@ Moving or converting the model copies each of them, and then the two train apart
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from bmburst.errors import UserError
+from bmburst.integrations.transformers_modules import Modules
 
 _READ = """
     LORA BEFT C3A DEFT DELORA FOURIERFT GLORA GRALORA HIRA HRA IA3 LN_TUNING LOHA LOKR MISS OFT OSF PEANUT PSOFT
@@ -19,14 +20,14 @@ BY_TOKEN = frozenset(_READ.split())
 """The methods of PEFT 0.21 that change the result of a layer for each token alone."""
 
 
-def require_adapters(model: nn.Module) -> None:
-    """Check that the adapters of a model, if it has any, are exact on split sequences.
+def require_adapters(modules: Modules) -> None:
+    """Check that the adapters of a model, if its modules have any, are exact on split sequences.
 
     Raises:
         UserError: A method of PEFT adds tokens, looks for tokens, mixes tokens, or adds to the loss; or it was not
             read. Or LoRA with `ensure_weight_tying` trains, and adapters of tied layers no longer share their weights.
     """
-    for adapter, config in _configs(model):
+    for adapter, config in _configs(modules):
         kind = getattr(config, "peft_type", None)
         name = str(getattr(kind, "value", kind))
         if (problem := _problem(name, config)) is not None:
@@ -34,7 +35,7 @@ def require_adapters(model: nn.Module) -> None:
                 f"adapters of PEFT's {name} are not exact on a split sequence: {problem[0]}\n"
                 f"allowed: methods that change each token alone, such as LoRA, DoRA and IA3\nfix: {problem[1]}"
             )
-        if getattr(config, "target_modules_to_tie", None) and not _are_tied(model, adapter):
+        if getattr(config, "target_modules_to_tie", None) and not _are_tied(modules, adapter):
             tied = ", ".join(sorted(config.target_modules_to_tie))
             raise UserError(
                 f"ensure_weight_tying of PEFT's {name} has no effect: the adapters of the embedding and of {tied} no "
@@ -44,22 +45,21 @@ def require_adapters(model: nn.Module) -> None:
             )
 
 
-def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _configs(modules: Modules) -> Iterator[tuple[str, Any]]:
     """Return the names and configurations of all adapters in a model."""
     found: dict[int, tuple[str, Any]] = {}
-    for module in model.modules():
+    for module in modules.having("peft_config"):
         adapters = getattr(module, "peft_config", None)
         if isinstance(adapters, dict):
             found |= {id(config): (name, config) for name, config in adapters.items()}
     yield from found.values()
 
 
-def _are_tied(model: nn.Module, adapter: str) -> bool:
+def _are_tied(modules: Modules, adapter: str) -> bool:
     """Return whether LoRA of layers with a common weight has common weights too, or is not trained."""
     embeddings: dict[int, tuple[Tensor, Tensor]] = {}
     heads: list[tuple[int, tuple[Tensor, Tensor]]] = []
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
+    for module in modules.every:
         of_embedding, of_matrix = getattr(module, "lora_embedding_A", {}), getattr(module, "lora_A", {})
         if adapter in of_embedding:
             pair = (of_embedding[adapter], module.lora_embedding_B[adapter])

@@ -30,8 +30,8 @@ from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, StateAndSplitLayer, StateLayer, no_beams
 from bmburst.integrations.transformers_latent import LatentLayer, caches_latents
-from bmburst.integrations.transformers_layers import models_in
 from bmburst.integrations.transformers_models import require_rows, require_splittable
+from bmburst.integrations.transformers_modules import Modules, models_in
 from bmburst.integrations.transformers_recurrent import CACHES, mixers, number_layers
 from bmburst.integrations.transformers_rotary import by_length, one_length, own_frequencies
 from bmburst.integrations.transformers_steps import Streamer, Together, cache_argument, split_steps, takes_positions
@@ -289,7 +289,7 @@ def generate(
                 f"the cache of transformers {__version__} has no states for the recurrent layers of "
                 f"{model.config.model_type}\nfix: {READ}, or model.generate on one rank"
             )
-        if any(rotary.kind == "longrope" for rotary in by_length(model)):
+        if any(rotary.kind == "longrope" for rotary in by_length(Modules(model))):
             require_release(LONGROPE, "generate with rope type 'longrope' over ranks")
         inner = models_in(model)[0]
         if mixers(model) and not cache.split_layers and takes_positions(inner):

@@ -43,8 +43,8 @@ from bmburst.integrations.grpo_rows import (
 from bmburst.integrations.trainer_arguments import is_library, require_trl, require_understood
 from bmburst.integrations.trainer_decisions import DecidesTogether
 from bmburst.integrations.transformers import NAME, SplitSequences
-from bmburst.integrations.transformers_layers import outermost
 from bmburst.integrations.transformers_models import require_splittable
+from bmburst.integrations.transformers_modules import outermost
 from bmburst.integrations.transformers_recurrent import require_layout
 from bmburst.integrations.transformers_router import require_router_loss, router_share, router_shares
 from bmburst.integrations.transformers_trainer import require_known_engine, require_split, still_to_be_prepared
@@ -471,8 +471,7 @@ def _require_exact(trainer: Any, layout: str, share_prompts: bool) -> None:
             "kernels of a hub may replace layers of the model\nallowed: use_kernels=False\nfix: leave it out"
         )
     for model in filter(None, (trainer.model, trainer.ref_model)):
-        require_splittable(model, lambda: (1,))
-        require_layout(model, layout, is_tree=share_prompts)
+        require_layout(require_splittable(model, lambda: (1,)), layout, is_tree=share_prompts)
         if share_prompts:
             require_wide(model, trainer.args.max_completion_length)
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from bmburst.attention.options import gradient_signature
 from bmburst.comm.checks import CheckedCommunicator, describe_tensors
 from bmburst.errors import UserError
-from bmburst.integrations.transformers_layers import outermost
+from bmburst.integrations.transformers_modules import Modules, outermost
 from bmburst.sequence import gathered
 from bmburst.sequence.parts import dimension_of
 from bmburst_ops import IGNORE_INDEX
@@ -193,7 +193,7 @@ class _Values(torch.autograd.Function):
 
 def _plain_head(model: nn.Module) -> nn.Linear | None:
     """Return the head of a causal LM if it is a plain linear layer and no compiled graph contains it, else None."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []  # other values are refused by the call
+    modules = Modules(model).every  # none of another value, which the call refuses
     whole = outermost(model)
     try:
         head = None if whole is None else whole.get_output_embeddings()

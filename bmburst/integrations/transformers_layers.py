@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from bmburst.integrations.transformers_attention import NAME, Near, SequenceMask, attention
 from bmburst.integrations.transformers_recurrent import module_of, one_cache_name
@@ -41,17 +40,6 @@ _FORWARD = {
 }
 """The layers that `attach_attention` changes, and the parameters of their forward functions in transformers 5.23 and
 5.24, see `one_cache_name`."""
-
-
-def models_in(model: object) -> list[PreTrainedModel]:
-    """Return the models of transformers in a module, wrapped or not, the outermost first."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return [module for module in modules if isinstance(module, PreTrainedModel)]
-
-
-def outermost(model: object) -> PreTrainedModel | None:
-    """Return the outermost model of transformers in a module; None if it has none."""
-    return next(iter(models_in(model)), None)
 
 
 def calls_registry(model: torch.nn.Module) -> bool:

@@ -25,10 +25,9 @@ from bmburst.integrations.transformers_layers import (
     attach_attention,
     calls_registry,
     changed_attention,
-    models_in,
-    outermost,
 )
-from bmburst.integrations.transformers_recurrent import LAYER_TYPES, attach, is_read, mixers, unread
+from bmburst.integrations.transformers_modules import Modules, models_in, outermost
+from bmburst.integrations.transformers_recurrent import LAYER_TYPES, attach, is_read, mixers_of, unread
 from bmburst.integrations.transformers_rotary import require_one_frequency
 from bmburst.recompute import checkpoint
 from bmburst.recompute.host_store import HostStore
@@ -60,8 +59,10 @@ _KNOWN = frozenset(
 
 def require_splittable(
     model: torch.nn.Module, ends: Callable[[], tuple[int, ...]], *, of_rows: bool = False, routed: bool = False
-) -> None:
+) -> Modules:
     """Check that a model mixes tokens only in bmburst's attention.
+
+    Every call of a model is checked: its configuration, modules and functions may have changed since the last one.
 
     Args:
         model: A model of transformers, also wrapped by DDP, FSDP2, PEFT or torch.compile.
@@ -69,39 +70,46 @@ def require_splittable(
         of_rows: Whether the ends are those of rows that a tree shares with others.
         routed: Whether the caller adds up the router's loss.
 
+    Returns:
+        The modules of the model.
+
     Raises:
         UserError: It is not a model of transformers, uses another attention, mixes tokens elsewhere, or has adapters,
             losses or rotary frequencies that depend on the tokens of a rank.
     """
-    parts = models_in(model)
+    modules = Modules(model)
+    parts: list[PreTrainedModel] = modules.of(PreTrainedModel)
     if not parts:
         raise UserError(
             f"{type(model).__name__} contains no model of transformers\nfix: give a PreTrainedModel, wrapped or not"
         )
-    for part in (part for part in parts if id(part) not in _other_media(parts[0])):
-        if (problem := _problem(part, routed)) is not None:
+    is_text = all(part.main_input_name == "input_ids" for part in parts)
+    of_media = set() if is_text else _other_media(parts[0])
+    for part in (part for part in parts if id(part) not in of_media):
+        if (problem := _problem(part, modules if part is model else Modules(part), routed)) is not None:
             raise UserError(f"{type(part).__name__} is not exact on a split sequence: {problem[0]}\nfix: {problem[1]}")
-    if _is_tensor_parallel(model):
+    if _is_tensor_parallel(modules, parts):
         raise UserError(
             f"{type(parts[0]).__name__} is not exact on a split sequence: it is tensor parallel, so ranks add up their "
             "results, but they have different tokens\nfix: leave tp_plan, tp_size and parallelize_module out; FSDP2 "
             "shards weights"
         )
-    require_adapters(model)
-    require_one_frequency(model, ends, of_rows=of_rows)
-    _note_others_code(model)
+    require_adapters(modules)
+    require_one_frequency(modules, ends, of_rows=of_rows)
+    _note_others_code(modules)
+    return modules
 
 
-def _note_others_code(model: nn.Module) -> None:
+def _note_others_code(modules: Modules) -> None:
     """Warn, once, of modules whose code is a model's own or the caller's, by class or by a `forward` that was replaced.
 
     They are exact if they change each token alone. Code that reads other tokens, such as a shift by one token, a sum
     over tokens or an attention of its own, would see those of a rank only.
     """
-    modules = list(model.modules())
-    kinds = {owner for kind in set(map(type, modules)) for owner in kind.__mro__}
-    others = {owner for owner in kinds if _of_others(vars(owner).get("forward"))}
-    others |= {type(module) for module in modules if _of_others(vars(module).get("forward"))}
+    owners = {owner for kind in modules.kinds for owner in kind.__mro__}
+    others = {owner for owner in owners if _of_others(vars(owner).get("forward"))}
+    replaced = (module for module in modules.every if "forward" in module.__dict__)
+    others |= {type(module) for module in replaced if _of_others(module.forward)}
     if not others or (dist.is_initialized() and dist.get_rank()):
         return
     _warn_of_code(tuple(sorted(f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__}" for owner in others)))
@@ -131,7 +139,8 @@ def require_rows(model: torch.nn.Module, largest: int | None) -> None:
         largest: The largest id; None skips the check.
     """
     try:  # the weight's shape may have changed by sharding
-        rows = getattr(models_in(model)[0].get_input_embeddings(), "num_embeddings", None)
+        whole = outermost(model)
+        rows = None if whole is None else getattr(whole.get_input_embeddings(), "num_embeddings", None)
     except NotImplementedError:  # the model does not define its input embeddings
         rows = None
     if largest is not None and rows is not None and largest >= rows:
@@ -195,25 +204,27 @@ def _own_table(model: PreTrainedModel) -> str | None:
     return next((name for name in tables if "eager" in values[name] and NAME not in values[name]), None)
 
 
-def _is_tensor_parallel(model: nn.Module) -> bool:
+def _is_tensor_parallel(modules: Modules, parts: list[PreTrainedModel]) -> bool:
     """Return whether the ranks hold parts of matrices, and no rank gathers them: a plan of transformers or of torch.
 
     FSDP2 gathers weights. With it, parts of matrices are on a dimension of the device mesh that is called "tp".
     """
-    if any((getattr(part, "_tp_size", None) or 1) > 1 for part in models_in(model)):
+    if any((getattr(part, "_tp_size", None) or 1) > 1 for part in parts):
         return True
-    meshes = {weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)}
-    is_gathered = any(isinstance(module, FSDPModule) for module in model.modules())
+    weights = [weight for module in modules.every if module._parameters for weight in module._parameters.values()]
+    kinds = tuple(kind for kind in set(map(type, weights)) if issubclass(kind, DTensor))
+    meshes = {weight.device_mesh for weight in weights if type(weight) in kinds}
+    is_gathered = bool(modules.of(FSDPModule))
     return any(mesh.size() > 1 and not (is_gathered and "tp" not in (mesh.mesh_dim_names or ())) for mesh in meshes)
 
 
 def _other_media(model: PreTrainedModel) -> set[int]:
     """Return the ids of the modules in a model that read images or sounds: text does not reach them."""
     inner = (part for part in models_in(model)[1:] if part.main_input_name != "input_ids")
-    return {id(module) for part in inner for module in part.modules()}
+    return {id(module) for part in inner for module in Modules(part).every}
 
 
-def _problem(model: PreTrainedModel, routed: bool) -> tuple[str, str] | None:
+def _problem(model: PreTrainedModel, modules: Modules, routed: bool) -> tuple[str, str] | None:
     """Return why a model is not exact on split sequences, and the fix; None if it is exact."""
     config, another = model.config, "use another model"
     chosen, was_read = config._attn_implementation, is_read(model)
@@ -230,22 +241,23 @@ def _problem(model: PreTrainedModel, routed: bool) -> tuple[str, str] | None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         return f"it has layers of type {others[0]!r}", another
-    recurrent = mixers(model)
+    recurrent = mixers_of(modules)
     if getattr(model, "_is_stateful", False) and not (recurrent or was_read):
         return "its layers carry a state from token to token", another
     if recurrent and getattr(model, "use_kernels", False):
         return "kernels of a hub may replace its recurrent layers", "use_kernels=False"
     if getattr(config, "alibi", False):
         return "its attention has a bias by distance (alibi)", another
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+    if modules.having("create_position_ids_from_input_ids"):
         return "its positions begin behind the id of padding, and depend on where padding is", another
-    inside = {id(module) for mixer in recurrent for module in mixer.modules()} | _other_media(model)
-    mixing = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Conv1d) and id(module) not in inside
-    ]
-    if mixing:
-        return f"its convolution {mixing[0]} reads neighbouring tokens", another
-    if any(module.training and getattr(module, "layerdrop", 0) for module in model.modules()):
+    if convolutions := modules.of(nn.Conv1d):
+        inside = {id(module) for mixer in recurrent for module in mixer.modules()}
+        inside |= _other_media(model)
+        mixing = next((module for module in convolutions if id(module) not in inside), None)
+        if mixing is not None:
+            name = next(name for name, module in model.named_modules() if module is mixing)
+            return f"its convolution {name} reads neighbouring tokens", another
+    if any(module.training and module.layerdrop for module in modules.having("layerdrop")):
         return "ranks would skip different layers at random, and wait for each other", "layerdrop=0.0 in its config"
     if getattr(config, "chunk_size_feed_forward", 0):
         return "its chunk_size_feed_forward divides the tokens of a rank", "config.chunk_size_feed_forward = 0"

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from bmburst.attention.graphs import outside_of_graphs
 from bmburst.comm.communicator import Communicator
 from bmburst.errors import UserError
+from bmburst.integrations.transformers_modules import Modules
 from bmburst.sequence import SequenceShard
 
 
@@ -35,12 +36,12 @@ _SCOPE: ContextVar[_Scope] = ContextVar("noise")
 
 @contextmanager
 def noise_of_whole_sequences(
-    model: nn.Module, cut: SequenceShard, comm: Communicator, *, is_tree: bool
+    modules: Modules, cut: SequenceShard, comm: Communicator, *, is_tree: bool
 ) -> Iterator[None]:
     """Replace NEFTune's hooks of a model inside this block, if it has any.
 
     Args:
-        model: A model, wrapped or not.
+        modules: Those of a model.
         cut: The part of the sequences that the model is called with.
         comm: The ranks that share the sequences.
         is_tree: Whether the sequence is a tree of rows, for which there is no noise of each row.
@@ -50,8 +51,7 @@ def noise_of_whole_sequences(
     """
     found = [
         (module._forward_hooks, key, module.training)
-        for module in model.modules()
-        if hasattr(module, "neftune_noise_alpha")
+        for module in modules.having("neftune_noise_alpha")
         for key, hook in module._forward_hooks.items()
         if hook is neftune_post_forward_hook
     ]

@@ -16,7 +16,7 @@ read. docs/families.md lists the types.
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from transformers.activations import ACT2FN
 
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import SequenceMask, require_known_arguments
+from bmburst.integrations.transformers_modules import Modules
 from bmburst.integrations.transformers_states import SCOPE, Scope, opened
 from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_scan, burst_ssd
 
@@ -61,7 +62,12 @@ class Mixer(NamedTuple):
 
 def mixers(model: nn.Module) -> list[nn.Module]:
     """Return the recurrent layers of a model that are in `MIXERS`."""
-    return [module for module in model.modules() if _mixer_class(type(module)) is not None]
+    return mixers_of(Modules(model))
+
+
+def mixers_of(modules: Modules) -> list[nn.Module]:
+    """Return the recurrent layers among modules, see `mixers`."""
+    return modules.whose(lambda kind: _mixer_class(kind) is not None)
 
 
 def is_read(module: nn.Module) -> bool:
@@ -102,13 +108,13 @@ def attach(model_class: type) -> None:
         cls.forward = _scoped(cls.forward, mixer)
 
 
-def require_layout(model: object, layout: str, *, is_tree: bool) -> None:
-    """Check that the recurrent layers of a model, if it has any, can work in a layout.
+def require_layout(modules: Modules, layout: str, *, is_tree: bool) -> None:
+    """Check that the recurrent layers among the modules of a model, if it has any, can work in a layout.
 
     Raises:
         UserError: Neighbouring tokens are on different ranks, or the tokens are a tree.
     """
-    found = mixers(model) if isinstance(model, nn.Module) else []
+    found = mixers_of(modules)
     if found and is_tree:
         raise UserError(
             f"{type(found[0]).__name__} passes its state from token to token, but the next tokens of a tree are in "
@@ -143,6 +149,7 @@ def _mixer_class(cls: type) -> type | None:
     return next((base for base in cls.__mro__ if MIXERS.get(base.__module__, _NONE).name == base.__name__), None)
 
 
+@lru_cache(maxsize=256)  # they are read in each call of a model; a function that replaces another is read anew
 def _parameters(function: Any) -> tuple[str, ...]:
     return () if function is None else tuple(inspect.signature(inspect.unwrap(function)).parameters)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bmburst.errors import UserError
+from bmburst.integrations.transformers_modules import Modules
 
 
 class Rotary(NamedTuple):
@@ -41,11 +42,10 @@ class Rotary(NamedTuple):
         return "dynamic" in self.kind
 
 
-def by_length(model: torch.nn.Module) -> Iterator[Rotary]:
+def by_length(modules: Modules) -> Iterator[Rotary]:
     """Yield the rotary modules of a model whose tables depend on the length, once for each type of layers."""
-    module: Any
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
+    for module in modules.having("rope_type"):
+        kinds = module.rope_type
         for layers, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
             if not isinstance(kind, str) or kind == "default":
                 continue
@@ -60,18 +60,18 @@ def by_length(model: torch.nn.Module) -> Iterator[Rotary]:
                 yield Rotary(module, kind, layers, original, original)
 
 
-def require_one_frequency(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]], *, of_rows: bool) -> None:
+def require_one_frequency(modules: Modules, ends: Callable[[], tuple[int, ...]], *, of_rows: bool) -> None:
     """Check that all ranks, and all rows of a tree, compute the same rotary tables.
 
     Args:
-        model: A model of transformers, wrapped or not.
+        modules: Those of a model of transformers.
         ends: Returns the largest position id + 1 of each rank; called only if the model depends on it.
         of_rows: Whether the ends are those of rows that a tree shares with others.
 
     Raises:
         UserError: They would choose different tables by their largest positions.
     """
-    for rotary in by_length(model):
+    for rotary in by_length(modules):
         each = ends()
         longest = max(each)
         same = set(each) if rotary.is_dynamic else {min(end, rotary.original + 1) for end in each}
@@ -103,7 +103,7 @@ def one_length(model: torch.nn.Module, length: int) -> Iterator[None]:
         return tables[..., :-1, :] if isinstance(tables, Tensor) else tuple(each[..., :-1, :] for each in tables)
 
     handles = []
-    for module in {id(rotary.module): rotary.module for rotary in by_length(model)}.values():
+    for module in {id(rotary.module): rotary.module for rotary in by_length(Modules(model))}.values():
         handles.append(module.register_forward_pre_hook(extended, with_kwargs=True))
         handles.append(module.register_forward_hook(cut))
     try:
@@ -118,7 +118,7 @@ def own_frequencies(model: torch.nn.Module, device: torch.device) -> Iterator[No
     """Begin and end with the frequencies of a short text: dynamic rotary modules remember the longest text so far."""
 
     def forget() -> None:
-        for rotary in by_length(model):
+        for rotary in by_length(Modules(model)):
             chosen = {} if rotary.layers is None else {"layer_type": rotary.layers}
             place = torch.zeros(1, 1, dtype=torch.int64, device=device)
             rotary.module(torch.zeros(1, device=device), place, **chosen)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from bmburst.comm.communicator import Communicator
 from bmburst.errors import UserError
-from bmburst.integrations.transformers_layers import outermost
+from bmburst.integrations.transformers_modules import outermost
 
 _NAME, _MARK = "load_balancing_loss_func", "over_ranks"
 _READ = frozenset({"feb00e22c290", "011f7aa3f7fd"})

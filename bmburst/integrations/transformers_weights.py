@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
-from bmburst.integrations.transformers_layers import outermost
+from bmburst.integrations.transformers_modules import outermost
 
 STEPS = 3
 """Number of optimizer steps that are compared."""

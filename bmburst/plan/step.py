@@ -83,6 +83,13 @@ class _Work:
     forward: float
     backward: float
 
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __add__(self, other: "_Work") -> "_Work":
+        return _Work(self.forward + other.forward, self.backward + other.backward)
+
 
 def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> StepTime:
     """Return the predicted seconds of a step of a long run."""
@@ -94,7 +101,7 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
 
 def _pipeline_time(candidate: Candidate, hardware: Hardware, operators: Operators) -> StepTime:
     """Return the seconds of the slowest stage, and of what it waits for the others in their schedule."""
-    times, passes = [], []
+    times, passes, ends = [], [], []
     for number, stage in enumerate(candidate.stages):
         is_last = number == candidate.pipe - 1
         time = _step_time(stage, hardware, operators, has_head=is_last, sums_whole=stage.zero == 2)
@@ -107,8 +114,10 @@ def _pipeline_time(candidate: Candidate, hardware: Hardware, operators: Operator
         later = splitting_layers(candidate, number) * _later(stage, hardware)
         passes.append(PassTimes(forward, (time.total - once) / candidate.micro_steps - forward - later, later))
         times.append(time)
+        ends.append(once)
     schedule, slowest = schedule_of(candidate), max(range(candidate.pipe), key=lambda number: passes[number].total)
     waits = schedule.makespan(passes) - schedule.micro_batches * passes[slowest].total  # more of them add no waits
+    waits += max(ends) - ends[slowest]  # a step ends on every stage
     return replace(times[slowest], pipeline=waits + send_seconds(candidate, hardware))
 
 
@@ -154,7 +163,7 @@ def _step_time(
         attention = _attention(kind, hardware, operators)
         for name, seconds in _layer(kind, hardware, operators, attention).items():
             parts[name] += count * seconds
-        waits += count * attention.host
+        waits += count * sum(attention.waits)
     parts = {name: passes * seconds for name, seconds in parts.items()}
     parts["elementwise"] += (passes - 1) * _gradient_sums(candidate, hardware, whole=sums_whole)
     # Attention counts with its own waits, so that ways compare as in `burst_attention`. The host waits for the passes
@@ -243,23 +252,24 @@ def _layer(kind: Candidate, hardware: Hardware, operators: Operators, attention:
     """Return the seconds of one layer, forward and backward."""
     products, elements = _products(kind, hardware), _elements(kind, hardware, operators)
     again = _again(kind, hardware, operators, attention, products, elements)
-    behind = _Work(
-        products.forward + elements.forward + attention.forward.total,
-        products.backward + elements.backward + attention.backward.total + again,
-    )
+    passes = attention.forward.total + attention.waits[0], attention.backward.total + again + attention.waits[1]
+    # Links work at the same time as kernels, and as each other: what waits for one of them hides transfers on the next.
+    behind = products + elements + _Work(*passes)
+    zero = _zero(kind, hardware, behind)
+    behind += zero
+    copies = _Work(*kind.policy.waiting(block_bytes(kind), hardware.host_bandwidth, behind.forward, behind.backward))
+    streaming = _streaming(kind, hardware, behind + copies)
     kernels = attention.forward.kernel + attention.backward.kernel
     joining = attention.forward.joining + attention.backward.joining
-    bandwidth = hardware.host_bandwidth
     return {
         "attention": kernels + joining,
-        "matmul": products.forward + products.backward,
-        "elementwise": elements.forward + elements.backward + _dequantization(kind, hardware),
+        "matmul": products.total,
+        "elementwise": elements.total + _dequantization(kind, hardware),
         "recompute": again,
         "attention_communication": attention.forward.exposed + attention.backward.exposed,
-        "zero": _zero(kind, hardware, behind),
+        "zero": zero.total,
         "tensor": _tensor(kind, hardware),
-        "offload": kind.policy.waiting(block_bytes(kind), bandwidth, behind.forward, behind.backward)
-        + _streaming(kind, hardware, behind),
+        "offload": copies.total + streaming,
         "reference": _reference(kind, hardware, behind) if kind.task.pairs else 0.0,
     }
 
@@ -400,22 +410,22 @@ def _loss(candidate: Candidate, hardware: Hardware, operators: Operators) -> flo
     return hardware.memory_seconds(operators.loss * rows * model.vocab_size + norm + sums)
 
 
-def _zero(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
+def _zero(candidate: Candidate, hardware: Hardware, behind: _Work) -> _Work:
     """Exposed seconds of a layer's weight gather and gradient scatter, which overlap with neighbouring layers.
 
     Sums of the gradient between ZeRO groups overlap with the last backward pass of a step.
     """
     task, layers = candidate.task, candidate.task.model.num_layers
-    sums = _sums(candidate, hardware, task.trained_in_blocks / layers)
-    exposed = max(hardware.inter_exposed * sums, sums - behind.backward) / candidate.micro_steps
-    if candidate.shards == candidate.tensor:
-        return exposed
-    gather = _gather(candidate, hardware)
+    gather = _gather(candidate, hardware) if candidate.shards > candidate.tensor else 0.0
     share = hardware.nccl_exposed if candidate.zero_nodes == 1 else hardware.inter_exposed
     gradients = gather * candidate.task.trained / candidate.task.parameters if candidate.task.lora else gather
-    backward = gradients + (gather if candidate.zero == 3 else 0.0)  # stage 3 gathers weights again
-    exposed += max(share * gather, gather - behind.forward)
-    return exposed + max(share * backward, backward - behind.backward)
+    moved = gradients + (gather if candidate.zero == 3 else 0.0)  # stage 3 gathers weights again
+    forward = max(share * gather, gather - behind.forward)
+    backward = max(share * moved, moved - behind.backward)
+    sums = _sums(candidate, hardware, task.trained_in_blocks / layers)
+    behind_sums = behind.backward + backward
+    backward += max(hardware.inter_exposed * sums, sums - behind_sums) / candidate.micro_steps
+    return _Work(forward, backward)
 
 
 def _zero_of_tables(candidate: Candidate, hardware: Hardware) -> float:

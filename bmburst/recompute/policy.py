@@ -273,6 +273,9 @@ class Policy:
         The first layer that saves everything does, if at least two others follow it. Their backward has then freed
         more memory than the prefetched tensors take.
         """
+        # The first layer without +offload-mlp does not prefetch outputs of an MLP where its own inputs are in host
+        # memory. The layers behind it have freed attention's results at most, and nothing under "block+offload": those
+        # of 7 layers of llama-3-8b take as much as the outputs. So memory could peak there, for one copy a step.
         return self.layers == i and self.of_layer(i - 1, layers).offloads and layers - i > 2
 
     def _require_numbers(self) -> None:
@@ -351,18 +354,21 @@ class Policy:
             return forward
         return forward + (attention if self.attention == 0 else attention_of_beginning)
 
-    def waiting(self, block: BlockBytes, bandwidth: float, forward: float, backward: float) -> float:
-        """Return the seconds of a block's copies that its kernels do not hide. A segment's input is not prefetched.
+    def waiting(self, block: BlockBytes, bandwidth: float, forward: float, backward: float) -> tuple[float, float]:
+        """Return the seconds of a block's copies that its passes do not hide. A segment's input is not prefetched.
 
         Args:
             block: The tensors.
             bandwidth: Bytes per second between the GPU and its host.
             forward: Seconds of a block's forward.
             backward: Seconds of its backward, including recompute.
+
+        Returns:
+            Those of forward, and of backward.
         """
         copy = self.hosted(block) / bandwidth
         first = block.input / bandwidth if self.feeds_next and self.is_stored and copy else 0.0
-        return max(0.0, copy - forward) + first + max(0.0, copy - first - backward)
+        return max(0.0, copy - forward), first + max(0.0, copy - first - backward)
 
     def _held(self, block: BlockBytes) -> float:
         return (block.input if self.is_stored else 0.0) + self.attention * block.attended

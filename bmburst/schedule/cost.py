@@ -77,24 +77,24 @@ class AttentionCost:
     Attributes:
         forward: Seconds of the GPU, forward.
         backward: Seconds of the GPU, backward.
-        host: Seconds that the GPU waits for the host in both passes; above 0 for short sequences only.
+        waits: Seconds that the GPU waits for the host, forward and backward; above 0 for short sequences only.
         launch: Seconds of the host to launch the forward pass, if there are several ranks.
     """
 
     forward: Pass
     backward: Pass
-    host: float = 0.0
+    waits: tuple[float, float] = (0.0, 0.0)
     launch: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds of both passes, by which strategies are compared."""
-        return self.forward.total + self.backward.total + self.host
+        return self.forward.total + self.backward.total + sum(self.waits)
 
     def times(self, calls: float) -> "AttentionCost":
         """Return the cost of several calls, one after the other."""
-        passes = self.forward.times(calls), self.backward.times(calls)
-        return AttentionCost(*passes, calls * self.host, calls * self.launch)
+        waits = calls * self.waits[0], calls * self.waits[1]
+        return AttentionCost(self.forward.times(calls), self.backward.times(calls), waits, calls * self.launch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +186,9 @@ class Problem:
         """
         cost = _StrategyCost(self, strategy, replace(self.shapes, degree=strategy.ulysses_degree))
         passes = [(cost.run(backward=way), cost.host_seconds(backward=way)) for way in (False, True)]
-        waits = sum(max(0.0, launch - HOST_HIDDEN * each.total) for each, launch in passes)
+        of_forward, of_backward = (max(0.0, launch - HOST_HIDDEN * each.total) for each, launch in passes)
         (forward, launch), (backward, _) = passes
-        return AttentionCost(forward, backward, waits, launch)
+        return AttentionCost(forward, backward, (of_forward, of_backward), launch)
 
     def head_seconds(self, shapes: HeadShapes, *, backward: bool = False, keys_stay: bool = False) -> float:
         """Return the seconds of one head in a pass on the rank with the most work.

@@ -19,7 +19,11 @@ from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divis
 from bmburst.schedule.pipeline import require_micro_batches
 from bmburst.train.schedule import ScheduleConfig
 from bmburst.train.sections import (
+    CHAT_TEMPLATE_HELP,
+    LOSS_CHUNK_HELP,
+    SEQUENCE_LENGTH_HELP,
     SEVERAL_SOURCES,
+    TOKENIZER_HELP,
     DataConfig,
     DPOConfig,
     LayoutName,
@@ -55,7 +59,7 @@ class TrainConfig:
     preset: str | None = field(
         f"Named model shape, which model.* options override: {', '.join(PRESETS)}.", default="llama-tiny"
     )
-    sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
+    sequence_length: int = field(SEQUENCE_LENGTH_HELP, default=4096, unit="tokens", minimum=1)
     pack: Literal["stream", "documents", "trees"] = field(
         "What tokens attend to; stream: all text before them in the sequence; documents: only their own document, "
         "where positions and labels restart; trees: likewise, and the answers to one prompt share it.",
@@ -101,9 +105,7 @@ class TrainConfig:
         above=0,
         maximum=1e9,
     )
-    loss_chunk_tokens: int = field(
-        "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1
-    )
+    loss_chunk_tokens: int = field(LOSS_CHUNK_HELP, default=1024, unit="tokens", minimum=1)
     mlp_chunk_tokens: int | None = field(
         "Tokens of a rank that an MLP computes at once; 0: all.",
         default=None,
@@ -421,19 +423,19 @@ class EvalConfig(RecordFormat):
         "sources. For records, the loss is that of answers only.",
         several=SEVERAL_SOURCES,
     )
-    sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
+    sequence_length: int = field(SEQUENCE_LENGTH_HELP, default=4096, unit="tokens", minimum=1)
     pack: Literal["stream", "documents"] = field(
         "What tokens attend to; stream: all text before them in the sequence; documents: only their own document.",
         default="stream",
         default_text="documents for records, else stream",
     )
     tokenizer: str | None = field(
-        "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer.",
+        TOKENIZER_HELP,
         default=None,
         default_text="the model's, else bytes",
     )
     chat_template: Path | None = field(  # noqa: RUF009
-        "Chat template of JSONL messages: chatml, gemma, llama2, llama3, or a Jinja file.",
+        CHAT_TEMPLATE_HELP,
         default=None,
         default_text="the tokenizer's",
     )
@@ -442,9 +444,7 @@ class EvalConfig(RecordFormat):
     )
     dtype: DtypeName = field("Data type of weights and activations.", default="float32")  # noqa: RUF009
     layout: LayoutName = field("Which rank holds which tokens of a sequence.", default="zigzag")  # noqa: RUF009
-    loss_chunk_tokens: int = field(
-        "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1
-    )
+    loss_chunk_tokens: int = field(LOSS_CHUNK_HELP, default=1024, unit="tokens", minimum=1)
     hang_timeout: float = field(
         "Time after which a sequence without progress ends the evaluation; 0: no limit.",
         default=DEFAULT_HANG_TIMEOUT,

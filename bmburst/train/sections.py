@@ -34,6 +34,14 @@ from bmburst.train.schedule import ScheduleConfig
 
 STANDARD_LIBRARY = "stdlib"
 SEVERAL_SOURCES = "list several sources in a YAML file: docs/data.md, Mixtures"
+# Help of options that training and evaluation have with the same meaning.
+SEQUENCE_LENGTH_HELP = "Tokens of a sequence, over all of its ranks."
+LOSS_CHUNK_HELP = "Tokens of a rank whose logits are computed at once."
+TOKENIZER_HELP = (
+    "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer."
+)
+CHAT_TEMPLATE_HELP = "Chat template of JSONL messages: chatml, gemma, llama2, llama3, or a Jinja file."
+
 HELD_OUT, HELD_OUT_FRACTION = "held_out", 0.05
 """Name in the metrics of what is held out of the training data, and its default share."""
 
@@ -50,12 +58,12 @@ class DataConfig(RecordFormat):
         several=SEVERAL_SOURCES,
     )
     tokenizer: str | None = field(
-        "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer.",
+        TOKENIZER_HELP,
         default=None,
         default_text="the token file's, else bytes",
     )
     chat_template: Path | None = field(  # noqa: RUF009
-        "Chat template of JSONL messages: chatml, gemma, llama2, llama3, or a Jinja file.",
+        CHAT_TEMPLATE_HELP,
         default=None,
         default_text="the tokenizer's",
     )

@@ -56,6 +56,7 @@ def test_the_first_numbers_do_not_matter(tmp_path: Path, base: Path, kind: Any) 
     [
         {"use_rslora": True},
         {"rank_pattern": {"layers.0.self_attn.q_proj": 5, "v_proj": 1}, "alpha_pattern": {r".*\.1\..*_proj": 9}},
+        {"rank_pattern": {"qkv": 7, "v_proj": 1, "layers.9.self_attn.q_proj": 3}, "alpha_pattern": {"lm_head": 9}},
         {"modules_to_save": ["norm", "lm_head"], "use_rslora": True, "rank_pattern": {"q_proj": 4}},
         {"modules_to_save": ["model.embed_tokens"]},
     ],
