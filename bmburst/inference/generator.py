@@ -69,7 +69,7 @@ class Source:
         """
         if not given.is_dir():
             raise UserError(
-                f"no directory {given}\n"
+                f"{f'{given} is a file' if given.is_file() else f'no directory {given}'}\n"
                 f"fix: give a directory of a Hugging Face, ModelCenter or bmburst model{hub_fix(given)}"
             )
         directory = verified(given, warn)
