@@ -19,6 +19,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.trainer_arguments import require_understood
 from bmburst.integrations.transformers import SplitSequences, register
+from bmburst.integrations.transformers_grpo import SplitRows
 from bmburst.integrations.transformers_trainer import SplitBatches, _require_plain, share_batches
 from tests import tiny
 from tests.distributed.threads import mesh_of, run_ranks
@@ -152,6 +153,16 @@ def test_a_trainer_with_a_loss_of_its_own(tmp_path: Path) -> None:
         trainer.__class__ = kind
         losses.append(trainer.train().training_loss)
     assert losses[1] == pytest.approx(3 * losses[0])
+
+
+@pytest.mark.parametrize(("mixin", "kind"), [(SplitBatches, Trainer), (SplitRows, GRPOTrainer)])
+def test_a_mixin_behind_its_trainer(mixin: type, kind: type) -> None:
+    """Its methods would have no effect, and the trainer would not know its arguments."""
+    with refused(f"Wrong has {kind.__name__} before {mixin.__name__} | fix: class Wrong({mixin.__name__}, "):
+        type("Wrong", (kind, mixin), {})
+    right: Any = type("Right", (mixin, kind), {})
+    mine: Any = type("Mine", (kind,), {})
+    assert type("Both", (mine, right), {}).__mro__[1:3] == (mine, right)
 
 
 def test_models(tmp_path: Path) -> None:
