@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w-]*(\.\d[\w-]*)*")  # owner/name, whose dots stand before digits
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # of two slashes, Path leaves one
 _MOST_LINES, _MOST_CHARACTERS = 3, 1000  # of a message; of one of its lines
 
 
@@ -99,9 +100,20 @@ def hub_fix(path: str | Path, kind: str = "") -> str:
     folder = Path(path)
     if snapshots := sorted(folder.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime):
         return f"; of this folder of the hub's cache: {snapshots[-1].parent}"
+    if saved := sorted(folder.glob("checkpoint-*/config.json"), key=lambda file: file.stat().st_mtime):
+        return f"; of this folder of a Trainer: {saved[-1].parent}"
     if folder.is_dir() or _HUB_NAME.fullmatch(str(path)) is None or folder.parent.is_dir():
         return ""
     return f"; from the Hugging Face hub: hf download {kind}{path} --local-dir DIR"
+
+
+def fix_of_missing(source: str) -> str:
+    """Return what to do about data that are no path here: an address, a pattern, a name of the hub, or a mistake."""
+    if _ADDRESS.match(source):
+        return "download it, and give the file: addresses are not read"
+    if any(sign in source for sign in "*?["):
+        return "give the folder, of which all text is read: patterns of names are not expanded"
+    return f"correct the path{hub_fix(source, '--repo-type dataset ')}"
 
 
 def no_directory(path: Path) -> str:

@@ -124,14 +124,23 @@ class Adapter:
             option: Option that gives the directory, for the message.
 
         Raises:
-            UserError: The adapter names no model or a missing one, or `given` is an adapter too.
+            UserError: The adapter names no model or a missing one, or another one than lies in its own directory, which
+                transformers takes. Or `given` is an adapter too.
         """
         if given is not None and is_adapter_directory(given):
             raise UserError(f"{given} is a LoRA adapter, not a model\nfix: {option}, the model it was trained on")
         if given is None and (self.base is None or not Path(self.base).is_dir()):
             named = "names no model" if self.base is None else f"names the model {self.base}, which is not here"
             raise UserError(f"{self.directory} {named}\nfix: {option}, the model it was trained on")
-        return given or Path(self.base or "")
+        base = given or Path(self.base or "")
+        if given is None and hugging_face.has_weights(self.directory):
+            here, there = (hugging_face.open_weights(each).sample() for each in (self.directory, base))
+            if here != there:
+                raise UserError(
+                    f"{self.directory} has the weights of a model, and its adapter names another one, {base}\n"
+                    f"fix: {option} for the one that it names; of the weights, move the adapter's files elsewhere"
+                )
+        return base
 
     def require_model(self, model: "LlamaConfig") -> None:
         """Check that the settings apply to a model: `LoRAConfig.require_model`, with what to do about an adapter.

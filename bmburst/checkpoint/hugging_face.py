@@ -87,6 +87,11 @@ def read_config(directory: str | Path) -> LlamaConfig:
     return config
 
 
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory has a file of a model's weights, or an index of them."""
+    return any((directory / name).exists() for name in _FILES)
+
+
 def _may_hold_head(directory: Path) -> bool:
     """Return whether there are weight files with a head. An index says it without its files, which may not be there."""
     for name in _FILES:

@@ -7,6 +7,7 @@ of `torch.save` are read too.
 
 import contextlib
 import json
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -31,6 +32,12 @@ Announced = tuple[str, tuple[int, ...], torch.dtype]
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _CODE_NAMES = {torch.uint8: "U8", torch.int64: "I64"}
 """Dtypes of quantized moments, in addition."""
+
+_OLD_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
+"""Number at the beginning of files of torch.save before torch 1.6 (torch.serialization.MAGIC_NUMBER)."""
+_ZIP = b"PK"
+"""Beginning of later ones."""
+_OTHER_OBJECT = re.compile(r"GLOBAL ([\w.]+)")  # as torch.load names it where weights_only=True refuses it
 
 
 class TensorFile(Protocol):
@@ -93,11 +100,11 @@ class _TorchFile:
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # unpickling may raise any error, depending on the bytes
-            raise _damaged(path, error) from error
+            raise _unloaded(path, error) from error
         if not isinstance(tensors, Mapping) or not all(
             isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
         ):
-            raise UserError(f"{path} holds no dictionary of tensors\nfix: a file of a Hugging Face model's weights")
+            raise _no_tensors(path, tensors)
         # Detached: a dictionary of named_parameters() has parameters, whose parts cannot be written to others.
         self._tensors: Mapping[str, Tensor] = {name: tensor.detach() for name, tensor in tensors.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -236,6 +243,36 @@ def _damaged(path: Path, error: Exception) -> UserError:
     return UserError(
         f"cannot read {path}: {first_line(error)[:160]}\nfix: the file is truncated or of another format; copy it again"
     )
+
+
+def _unloaded(path: Path, error: Exception) -> UserError:
+    """Return the error for a file that torch.load refuses."""
+    with path.open("rb") as file:
+        begin = file.read(16)
+    if _OLD_MAGIC in begin:
+        return UserError(
+            f"{path} has the format that torch.save wrote before torch 1.6, which cannot be read in pieces\n"
+            "fix: write it again: torch.save(torch.load(FILE, weights_only=True), FILE)"
+        )
+    if found := _OTHER_OBJECT.search(str(error)):
+        return UserError(
+            f"{path} holds an object of {found[1]}, not tensors alone, and reading it may run code\n"
+            "fix: if you trust the file: torch.save(weights, FILE), with a dictionary of its tensors by name"
+        )
+    return _damaged(path, error if begin.startswith(_ZIP) else ValueError("torch.save did not write it"))
+
+
+def _no_tensors(path: Path, held: Any) -> UserError:
+    """Return the error for a file of torch.save that holds another thing than tensors by name."""
+    named = held if isinstance(held, Mapping) else {}
+    others = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
+    inner = next((name for name, value in others.items() if isinstance(value, Mapping)), None)
+    if inner is not None:
+        what, fix = f", but one in {inner!r}", f"torch.save(torch.load(FILE, weights_only=True)[{inner!r}], FILE)"
+    else:
+        what = "".join(f"; {name!r} is {type(value).__name__}" for name, value in list(others.items())[:1])
+        fix = "a file of a Hugging Face model's weights"
+    return UserError(f"{path} holds no dictionary of tensors{what}\nfix: {fix}")
 
 
 def _require_floating(path: Path, name: str, dtype: str, known: bool) -> None:

@@ -86,6 +86,12 @@ INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
 NOTHING_FITS = 1
 """Exit status of a plan without a configuration that fits into memory."""
 _ON_RANKS = ("train", "generate", "eval", "serve", "check")
+_TASKS = (
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpiexec", "PMI_SIZE", "PMI_RANK"),
+)
+"""Launchers that set no RANK, and their variables: processes of a job, and which one of them this is."""
 LAUNCHED = "BMBURST_LAUNCH_FOLDER"
 """Environment variable that the launcher sets in its ranks. The launcher prints the first rank's error once."""
 
@@ -368,6 +374,7 @@ def _run(name: str, words: Sequence[str]) -> int:
         return int(stop.code or 0)
     if name in _ON_RANKS:
         _require_started(getattr(args, "nproc", None))
+        _note_tasks()
     status = command.run(args)
     sys.stdout.flush()
     return int(status)
@@ -389,6 +396,22 @@ def _require_started(nproc: object) -> None:
         "fix: leave --nproc out; or env -u RANK -u WORLD_SIZE bmburst ..., which starts them; "
         "or torchrun --nproc-per-node, on several nodes"
     )
+
+
+def _note_tasks() -> None:
+    """Note on standard error, once, that srun or mpirun has started several of this command, which is no rank.
+
+    Each is a run of its own, which may be meant: they may have other options.
+    """
+    if "RANK" in os.environ:
+        return
+    for launcher, size, rank in _TASKS:
+        if (count := os.environ.get(size, "")).isdecimal() and int(count) > 1 and os.environ.get(rank) == "0":
+            print(
+                f"note: {launcher} has started this command {count} times, and each is a run of its own, with ranks of "
+                "its own; one run over all of them: torchrun -m bmburst ... (docs/multi_node.md)",
+                file=sys.stderr,
+            )
 
 
 def _parser(name: str, words: Sequence[str]) -> CommandParser:

@@ -36,7 +36,9 @@ _SHOWN = 5  # bad lines that a message names
 _CONVERT = "convert it: iconv -f ENCODING -t UTF-8, where ENCODING is what it was written in, such as UTF-16 or GB18030"
 _FROM_ARROW = "give the folder that save_to_disk wrote, or write Parquet: datasets.Dataset.from_file(...).to_parquet"
 # First bytes of files that must be converted first: what they are, and how to convert them.
+_TAR, _TAR_AT = b"ustar", 257  # bytes, and where they are; other files begin with theirs
 _PACKED = {
+    _TAR: ("a tar archive", "tar --extract --file FILE"),
     b"%PDF-": ("a PDF", "pdftotext FILE, which writes a .txt"),
     b"PK\x03\x04": ("a zip archive", "unzip it"),
     b'\x04"M\x18': ("compressed with lz4", "unlz4 it"),
@@ -207,10 +209,10 @@ def check_arrays(files: Iterable[SourceFile]) -> None:
 
 
 def _not_text(file: SourceFile, problem: str) -> UserError:
-    with file.path.open("rb") as source:
-        begin = source.read(8)
+    with opened(file.path) as source:
+        begin = source.read(_TAR_AT + len(_TAR))
     for magic, (kind, fix) in _PACKED.items():
-        if begin.startswith(magic):
+        if begin.startswith(magic) or (magic == _TAR and begin.endswith(magic)):
             return UserError(
                 f"'{file.name}' is {kind}\nallowed: text files, JSONL files, directories of them\nfix: {fix}"
             )
@@ -304,6 +306,11 @@ def _text(text_field: str, name: str, value: Any) -> str:
         raise UserError(
             f"{name}: the line is not a JSON object: {short(value)}\n"
             f'allowed: for example {{"{text_field}": "..."}}\nfix: write one JSON object per line'
+        )
+    if text_field not in value and "input_ids" in value:
+        raise UserError(
+            f"{name}: the line has token ids (input_ids), and no text\nallowed: {KINDS}\n"
+            "fix: give the text of which they were made; or the text of the ids: tokenizer.decode(input_ids)"
         )
     if text_field not in value:
         raise UserError(

@@ -14,7 +14,7 @@ from bmburst.config import parse_json
 from bmburst.config.git_lfs import require_content
 from bmburst.data.cards import require_one_configuration
 from bmburst.data.streams import PACKED_SUFFIXES, opened, plain_suffix
-from bmburst.errors import UserError
+from bmburst.errors import UserError, fix_of_missing
 
 STANDARD_LIBRARY = "stdlib"
 # Not the standard library: installed packages; and its tests, which are large and contain invalid files on purpose.
@@ -76,7 +76,7 @@ def find_sources(inputs: Sequence[str | Path], on_skip: Callable[[str], object] 
     for item in inputs:
         try:
             # Only the string "stdlib" is special; Path("stdlib") and "./stdlib" are paths.
-            found += _standard_library() if item == STANDARD_LIBRARY else _named(Path(item), on_skip)
+            found += _standard_library() if item == STANDARD_LIBRARY else _named(Path(item), on_skip, str(item))
         except OSError as error:
             raise unreadable(str(item), error) from error
     return found
@@ -92,7 +92,7 @@ def unreadable(name: str, error: OSError) -> UserError:
     return UserError(f"cannot read '{name}': {error.strerror or error}\nfix: {fix}")
 
 
-def _named(path: Path, on_skip: Callable[[str], object]) -> list[SourceFile]:
+def _named(path: Path, on_skip: Callable[[str], object], given: str) -> list[SourceFile]:
     if _is_dataset(path):
         return [SourceFile(path=path, name=str(path), kind="dataset", named=True)]
     if path.is_dir():
@@ -102,9 +102,9 @@ def _named(path: Path, on_skip: Callable[[str], object]) -> list[SourceFile]:
     if path.exists():
         return [SourceFile(path=path, name=str(path), kind=_kind(path, named=True), named=True)]
     raise UserError(
-        f"no file or directory '{path}'\n"
+        f"no file or directory '{given}'\n"
         f"allowed: text files, JSONL files, directories, or '{STANDARD_LIBRARY}' for Python's own sources\n"
-        "fix: correct the path"
+        f"fix: {fix_of_missing(given)}"
     )
 
 

@@ -67,6 +67,10 @@ class Source:
             UserError: The directory does not exist, contains no complete checkpoint or model, or its family is unknown;
                 or there is no such tokenizer.
         """
+        if given.is_file():
+            raise UserError(
+                f"{given} is a file, no directory\nfix: give the directory of a model, a checkpoint or a run"
+            )
         if not given.is_dir():
             raise UserError(
                 f"no directory {given}\n"

@@ -275,12 +275,7 @@ class CachedMask:
     def __init__(self, given: object, mask_function: Callable[..., Any]) -> None:
         self.given, self._mask_function = given, mask_function
         if isinstance(given, Tensor) and not given.is_cuda and not bool((given == 1).all()):
-            raise _cannot(
-                "padding without a part of a split batch",
-                "to train: SplitSequences(mesh).part(input_ids, attention_mask=...), "
-                "in GRPO TRL's own method for log-probabilities; "
-                "to generate: prompts of one length at a time",
-            )
+            raise _without_part("padding", "attention_mask", ", in GRPO TRL's own method for log-probabilities")
 
     def __getitem__(self, places: object) -> "CachedMask":
         """Refuse what models ask for whose last layers compute some of the tokens alone."""
@@ -437,6 +432,8 @@ def _near(function: Callable[..., Any]) -> Near:
             return _near(others[0])
     if _is(function, "and_masks"):
         others = [part for part in inside["mask_functions"] if part is not causal_mask_function]
+        if any(_is(part, "packed_sequence_mask_function") for part in others):
+            raise _without_part("documents", "position_ids")
         if len(others) == 1 and len(inside["mask_functions"]) == 2:
             if _is(others[0], "sliding_window_overlay"):
                 # 0 means no window: Qwen2-MoE without windows still makes a mask with window 0, which no layer uses.
@@ -449,6 +446,11 @@ def _near(function: Callable[..., Any]) -> Near:
         f"a mask that is neither causal nor a causal window ({name})",
         f"{_ELSEWHERE}, or a BART as bmburst.blocks.seq2seq" if is_of_encoder else _ELSEWHERE,
     )
+
+
+def _without_part(what: str, argument: str, more: str = "") -> UserError:
+    fix = f"to train: SplitSequences(mesh).part(input_ids, {argument}=...){more}; to generate: prompts of one length"
+    return _cannot(f"{what} without a part of a split batch", f"{fix} at a time")
 
 
 def _inside(function: Callable[..., Any], name: str) -> Any:

@@ -54,16 +54,19 @@ def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
     if mesh.world.size == 1:
         return loader
     batches = loader.batch_sampler
-    if not isinstance(batches, BatchSamplerShard) or batches.split_batches:
+    if not isinstance(batches, BatchSamplerShard) or batches.split_batches or batches.batch_sampler is None:
         raise UserError(
             f"batches of {type(loader.dataset).__name__} cannot be shared by the ranks of a sequence\n"
             "allowed: a loader from Accelerator.prepare whose data set has a length\n"
-            "fix: leave out dispatch_batches and split_batches; read an iterable data set into a list or a Dataset"
+            "fix: leave out dispatch_batches and split_batches; read an iterable data set into a list or a Dataset; "
+            "where its elements are batches, batch_size=1 and collate_fn=lambda batches: batches[0] for batch_size=None"
         )
-    groups, count = mesh.shape.data, batches.total_length
-    if count % groups and not (batches.even_batches or batches.drop_last):
+    groups = mesh.shape.data
+    count = batches.total_length if has_length(batches.batch_sampler) else None
+    if groups > 1 and (count is None or count % groups) and not (batches.even_batches or batches.drop_last):
         raise UserError(
-            f"{count} batches for {groups} groups of ranks, with even_batches=False: some would wait for others\n"
+            f"{'batches without a number' if count is None else f'{count} batches'} for {groups} groups of ranks, with "
+            "even_batches=False: some would wait for others\n"
             f"allowed: a multiple of {groups}, or even_batches=True\nfix: leave it out, or set drop_last"
         )
     batches.num_processes, batches.process_index = groups, mesh.data_rank

@@ -226,12 +226,19 @@ def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaCo
         UserError: There is no such directory, it has no config.json, or the model is not supported.
     """
     require_filled(option, folder, f"--{option.replace('_', '-')} DIR")
-    path = folder / CONFIG_FILE
+    path, has_adapter = folder / CONFIG_FILE, (folder / "adapter_config.json").is_file()
     if not path.is_file():
         what = "it has no config.json" if folder.is_dir() else no_directory(folder)
-        if (folder / "adapter_config.json").is_file():
+        if has_adapter:
             what = "it is a LoRA adapter, which bmburst convert --merge adds to its model"
         raise UserError(f"{option} {folder}: {what}\nfix: give the directory of a Hugging Face model{hub_fix(folder)}")
+    if has_adapter:  # transformers, bmburst eval and bmburst generate add it to the weights beside it
+        raise UserError(
+            f"{option} {folder}: it has a model and a LoRA adapter, adapter_config.json\n"
+            "allowed: a model alone, without an adapter or merged with it\n"
+            "fix: move the adapter's files to a folder ADAPTER, for bmburst convert --merge, or to train it for "
+            "--lora.init_from ADAPTER; or remove them if the model has it in its weights"
+        )
     values = read_json(path)
     if "model_type" not in values:
         from bmburst.checkpoint.files import newest_complete

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bmburst.errors import UserError, hub_fix
+from bmburst.errors import UserError, fix_of_missing
 from bmburst.record_format import RecordFormat
 from bmburst.train.sections import STANDARD_LIBRARY
 
@@ -47,11 +47,9 @@ def check_data_path(source: str, form: RecordFormat) -> None:
     path = Path(source)
     try:
         if not path.exists():
-            fix = f"correct the path{hub_fix(source, '--repo-type dataset ')}"
+            fix = fix_of_missing(source)
             if "," in source:
                 fix = "list several sources in a YAML file: docs/data.md, Mixtures"
-            elif any(sign in source for sign in "*?["):
-                fix = "give the folder, of which all text is read: patterns of names are not expanded"
             raise UserError(
                 f"data {source}: no such file or directory\n"
                 "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources\n"

@@ -160,10 +160,10 @@ def _indexed(text: str) -> Callable[[Path], None]:
     return change
 
 
-def _pickled(value: object) -> Callable[[Path], None]:
+def _pickled(value: object, **options: bool) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
-        torch.save(value, folder / "pytorch_model.bin")
+        torch.save(value, folder / "pytorch_model.bin", **options)
 
     return change
 
@@ -292,8 +292,14 @@ OWN = "allowed: .safetensors files in its own directory | fix: "
         (_config(num_hidden_layers=10**9), "num_layers | 1000000000 | allowed: | 10000"),
         (_config(num_attention_heads=10**9), "num_heads | 1000000000 | allowed: | 65536"),
         (_pickled([1, 2]), "pytorch_model.bin | dictionary of tensors | fix: "),
-        (_pickled(LlamaConfig), "pytorch_model.bin | fix: "),
-        (_bin(b"no pickle"), "pytorch_model.bin | fix: "),
+        (_pickled({"state_dict": {}, "step": 3}), "dictionary of tensors | 'state_dict' | fix: torch.save(torch.load("),
+        (_pickled({"step": 3}), "dictionary of tensors | 'step' is int | fix: "),
+        (_pickled(LlamaConfig), "pytorch_model.bin | bmburst.blocks.config.LlamaConfig | run code | fix: "),
+        (
+            _pickled({}, _use_new_zipfile_serialization=False),
+            "pytorch_model.bin | before torch 1.6 | fix: write it again",
+        ),
+        (_bin(b"no pickle"), "pytorch_model.bin | torch.save did not write it | fix: "),
         (_bin(b""), "pytorch_model.bin | fix: "),
     ],
 )

@@ -233,6 +233,17 @@ def test_an_adapter_without_numbers(tmp_path: Path, base: Path) -> None:
             open_merged(folder, base)
 
 
+def test_weights_beside_an_adapter_are_those_of_the_model_that_it_names(tmp_path: Path, base: Path) -> None:
+    """transformers takes them, whatever the adapter names; then the named model was evaluated without a word."""
+    folder = _adapter(tiny.save(tmp_path / "both", seed=9), base)
+    with refused(f"{folder} has the weights of a model | names another one, {base} | fix: --base DIR"):
+        open_merged(folder, None)
+    assert open_merged(folder, base).directory == base
+    same = _adapter(tiny.save(tmp_path / "same"), base)
+    assert open_merged(same, None).directory == base
+    _require_pefts(same, base)
+
+
 def test_other_kinds_of_adapters_are_refused_by_their_name(tmp_path: Path, base: Path) -> None:
     folder = tmp_path / "adapter"
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

@@ -215,7 +215,12 @@ def test_a_note_names_options_of_the_model_that_are_not_applied(model: Path, tmp
 def test_directories_that_are_no_models_are_refused(tmp_path: Path, model: Path, bare: Path, capsys: Any) -> None:
     assert "no directory" in refused(capsys, "generate", "--checkpoint", str(tmp_path / "none"), "--prompt", "x")
     assert "config.json" in refused(capsys, "generate", "--checkpoint", str(tmp_path), "--prompt", "x")
+    assert "is a file" in refused(capsys, "generate", "--checkpoint", __file__, "--prompt", "x")
     for command in (("generate", "--prompt", "x"), ("eval", "--data", __file__)):
+        (saved := tmp_path / "outputs/checkpoint-500").mkdir(parents=True, exist_ok=True)
+        (saved / "config.json").touch()
+        told = refused(capsys, command[0], "--checkpoint", str(tmp_path / "outputs"), *command[1:])
+        assert str(saved) in told.split("fix: ")[1]
         for given in ("Qwen/Qwen3-0.6B", str(tmp_path / "models--x--y")):
             (snapshot := tmp_path / "models--x--y/snapshots/1f").mkdir(parents=True, exist_ok=True)
             (snapshot / "config.json").touch()

@@ -261,3 +261,27 @@ def test_nproc_of_a_rank_is_not_ignored(as_rank, monkeypatch, capsys, command):
     for nproc in ("4", "2"):
         main([*command.split(), "--nproc", nproc, "--hang-timeout", "-1"])
         assert "hang" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size", "rank"),
+    [
+        ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("mpiexec", "PMI_SIZE", "PMI_RANK"),
+    ],
+)
+def test_tasks_of_launchers_that_set_no_rank_are_noted_once(as_rank, monkeypatch, capsys, launcher, size, rank):
+    """Each of them is a run of its own. torchrun inside of srun is not noted, nor a job of one task."""
+
+    def said(tasks, task):
+        monkeypatch.setenv(size, tasks)
+        monkeypatch.setenv(rank, task)
+        main(["eval", "--checkpoint", "x", "--hang-timeout", "-1"])
+        return capsys.readouterr().err
+
+    says(said("2", "0"), f"{launcher} has started | 2 times | torchrun | docs/multi_node.md", lines=9)
+    for tasks, task in (("2", "1"), ("1", "0"), ("many", "0")):
+        assert "note: " not in said(tasks, task)
+    as_rank(0, 2)
+    assert "note: " not in said("2", "0")

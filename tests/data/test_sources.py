@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import random
+import tarfile
 import tracemalloc
 from pathlib import Path
 
@@ -196,6 +197,7 @@ def test_jsonl_field_and_half_characters(tmp_path):
         (b'{"text": "a"', ["not valid JSON"]),
         (b"[1]", ["not a JSON object", "[1]"]),
         (b'{"body": "a"}', ["no field 'text'", "'body'", "--text-field"]),
+        (b'{"input_ids": [3], "labels": [3]}', ["token ids (input_ids)", "fix: give the text", "decode"]),
         (b'{"txt": "a"}', ["no field 'text'", "'txt'", "did you mean 'text'"]),
         (
             b'{"prompt": "a", "response": "b"}',
@@ -305,8 +307,13 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
 def test_what_must_be_unpacked_or_converted_says_how(tmp_path):
     (tmp_path / "list.txt").write_text("[{}]")
     assert [read for _, read in texts(tmp_path / "list.txt")] == ["[{}]"]
+    with tarfile.open(tmp_path / "whole", "w") as file:
+        file.add(tmp_path / "list.txt")
+    archive = (tmp_path / "whole").read_bytes()
+    packs = {"a.tar": bytes, "a.tar.gz": gzip.compress, "a.tgz": gzip.compress}
     for name, data, words in (
         ("a.zip", b"PK\x03\x04\0", ["zip archive", "unzip"]),
+        *((name, pack(archive), ["tar archive", "tar --extract"]) for name, pack in packs.items()),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99)[:-20], ["damaged or cut off", "download"]),
         ("b.jsonl.zst", pyarrow.compress(b'{"text": "a"}' * 99, "zstd", asbytes=True)[:-9], ["b.jsonl.zst"]),
         ("a.parquet", b"PAR1\x15\0", ["Parquet", "JSONL"]),
@@ -376,6 +383,9 @@ def test_unreadable_file(tmp_path):
 
 def test_nothing_there(tmp_path):
     refuse(tmp_path / "gone.txt", words=["gone.txt", "stdlib"])
+    refuse("https://host/a.jsonl", words=["'https://host/a.jsonl'", "fix: download it"])
+    refuse(str(tmp_path / "*.txt"), words=["*.txt", "fix: give the folder", "not expanded"])
+    refuse("owner/name", words=["fix: ", "hf download --repo-type dataset owner/name"])
     (tmp_path / "a.bin").write_text("x")
     refuse(tmp_path, words=[tmp_path, ".txt"])
 

@@ -214,6 +214,9 @@ def test_without_a_split_batch() -> None:
             model(IDS, attention_mask=mask)
     with refused("padding without a part | to train: SplitSequences(mesh).part | to generate: "):
         model(IDS, attention_mask=torch.ones_like(IDS).tril())
+    for kind in ("llama", "mistral"):  # without a window, and with one
+        with refused("documents without a part | to train: SplitSequences(mesh).part(input_ids, position_ids=...)"):
+            _model(kind)(IDS, position_ids=torch.arange(11).expand(2, -1) % 5, use_cache=False)
     model.set_attn_implementation("sdpa")
     assert model.generate(IDS, max_new_tokens=1).shape == (2, 12)
 

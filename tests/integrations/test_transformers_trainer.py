@@ -19,6 +19,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.trainer_arguments import require_understood
 from bmburst.integrations.transformers import SplitSequences, register
+from bmburst.integrations.transformers_grpo import SplitRows
 from bmburst.integrations.transformers_trainer import SplitBatches, _require_plain, share_batches
 from tests import tiny
 from tests.distributed.threads import mesh_of, run_ranks
@@ -154,6 +155,16 @@ def test_a_trainer_with_a_loss_of_its_own(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(3 * losses[0])
 
 
+@pytest.mark.parametrize(("mixin", "kind"), [(SplitBatches, Trainer), (SplitRows, GRPOTrainer)])
+def test_a_mixin_behind_its_trainer(mixin: type, kind: type) -> None:
+    """Its methods would have no effect, and the trainer would not know its arguments."""
+    with refused(f"Wrong has {kind.__name__} before {mixin.__name__} | fix: class Wrong({mixin.__name__}, "):
+        type("Wrong", (kind, mixin), {})
+    right: Any = type("Right", (mixin, kind), {})
+    mine: Any = type("Mine", (kind,), {})
+    assert type("Both", (mine, right), {}).__mro__[1:3] == (mine, right)
+
+
 def test_models(tmp_path: Path) -> None:
     """They are refused when the trainer is made, as is what does not split."""
     unsplit: Any = None
@@ -254,6 +265,14 @@ class _Endless(IterableDataset[dict[str, Any]]):
         return iter(ROWS)
 
 
+def test_elements_that_are_batches() -> None:
+    """accelerate itself fails on several ranks without batch_size, where it reads them."""
+    loader: DataLoader[Any] = DataLoader(ROWS, batch_size=None)
+    loader.__dict__["batch_sampler"] = BatchSamplerShard(loader.batch_sampler, 2, 0)  # as accelerate makes it
+    for told in run_ranks(2, lambda world: refusal_of(share_batches, loader, mesh_of(world))):
+        says(told, "cannot be shared | fix: | batch_size=1 | batch_size=None")
+
+
 @pytest.mark.parametrize("rows", [_Endless(), ROWS], ids=["without a length", "not prepared"])
 def test_loaders_that_do_not_go_by_rank(rows: Any) -> None:
     loader: DataLoader[Any] = DataLoader(rows)
@@ -266,15 +285,19 @@ def test_loaders_that_do_not_go_by_rank(rows: Any) -> None:
 def test_groups_of_which_one_would_read_a_batch_more() -> None:
     """The others would end first, and the ranks wait for each other."""
 
-    def shared(world: CheckedCommunicator, rows: int, *, drop_last: bool) -> int:
-        plain = BatchSampler(SequentialSampler(range(rows)), 1, drop_last)
-        batches = BatchSamplerShard(plain, 2, world.rank, even_batches=False)
+    def shared(world: CheckedCommunicator, rows: int, *, drop_last: bool, plain: Any = None, even: bool = False) -> int:
+        plain = plain or BatchSampler(SequentialSampler(range(rows)), 1, drop_last)
+        batches = BatchSamplerShard(plain, 2, world.rank, even_batches=even)
         alone = single_rank_group()
         mesh = Mesh(MeshShape(2, 1, 1), world.rank, world, alone, world)
-        return len(share_batches(DataLoader(ROWS, batch_sampler=batches), mesh))
+        return len([*share_batches(DataLoader(ROWS, batch_sampler=batches, collate_fn=list), mesh)])
 
     assert run_ranks(2, lambda world: shared(world, 4, drop_last=False)) == [2, 2]
     assert run_ranks(2, lambda world: shared(world, 3, drop_last=True)) == [1, 1]
+    endless = type("Endless", (), {"drop_last": False, "batch_size": 1, "__iter__": lambda _: iter([[0], [1], [2]])})()
+    assert run_ranks(2, lambda world: shared(world, 3, drop_last=False, plain=endless, even=True)) == [2, 2]
+    for told in run_ranks(2, lambda world: refusal_of(shared, world, 3, drop_last=False, plain=endless)):
+        says(told, "batches without a number for 2 groups | even_batches")
     for told in run_ranks(2, lambda world: refusal_of(shared, world, 3, drop_last=False)):
         says(told, "3 batches for 2 groups | even_batches | allowed: a multiple of 2 | drop_last")
 

@@ -166,6 +166,11 @@ def test_init_from_that_cannot_work_is_refused(tmp_path):
     says(refusal_of(resolve, (), options | {"preset": "llama-tiny"}), "'llama-tiny' | init_from | model | fix: ")
     says(refusal_of(resolve, (), {"init_from": str(tmp_path / "gone")}), "init_from | gone | no such directory | fix: ")
     says(refusal_of(resolve, (), {"init_from": str(tmp_path)}), "init_from | config.json | fix: ")
+    (folder / "adapter_config.json").write_text("{}")  # transformers and bmburst eval would add it to the weights
+    says(
+        refusal_of(resolve, (), options), "init_from | a LoRA adapter, adapter_config.json | --lora.init_from | remove"
+    )
+    (folder / "adapter_config.json").unlink()
     config = resolve((), options | {"model.num_layers": "3"})
     says(refusal_of(check_paths, config), "model.num_layers 3 | 2 | fix: ")
     config = resolve((), options)
