@@ -76,7 +76,7 @@ def test_other_words_and_distant_numbers_are_noticed() -> None:
 def test_the_readme_is_started_by_the_launchers_it_names(run_page) -> None:
     page = run_page("README.md")
     assert page.started == set(LAUNCHERS)
-    assert "rank 0 holds 502 of 1001 tokens" in page.printed
+    assert "rank 0 holds 502 tokens, padding included" in page.printed
     for what, steps in ((r"^step", 10), (r"^transformers, step", 3)):
         losses = [float(loss) for loss in re.findall(rf"{what} \d: loss (\S+) nats", page.printed, re.M)]
         assert len(losses) == steps and losses[-1] < losses[0] - 0.1, losses
