@@ -60,7 +60,8 @@ class GradientSum:
 
     Args:
         dtype: dtype of the sum: that of the chunks, or wider.
-        weight: The weight, whose `gradient_memory` holds the gradient if the dtype is the same; None: no memory.
+        weight: The weight, in whose `gradient_memory` the gradient is: the sum itself if the dtype is the same, else
+            what it is rounded to. None: the gradient is a new tensor.
 
     Attributes:
         total: The sum so far; None before the first chunk.

@@ -13,7 +13,7 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of each tensor, fp64 `[len(tensors)]`, on their device.
 
     Squares are added in fp32, or in fp64 if a tensor is fp64. On NVIDIA GPUs with Triton one kernel reads all tensors
-    (`bmburst_ops.triton_square_sums`): `torch._foreach_norm` takes four times as long for 16-bit tensors.
+    (`bmburst_ops.triton_square_sums`): 1.9 ms for 8 GB in bf16 on an H200, where `torch._foreach_norm` takes 3.6 ms.
 
     Args:
         tensors: At least one; flat, contiguous, on one device.

@@ -237,7 +237,7 @@ def _cross_entropy_kernel(
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `bmburst_ops.linear_cross_entropy.scaled`. torch's product of two dtypes takes 1.7 times as long."""
+    """See `bmburst_ops.linear_cross_entropy.scaled`. torch's product of two dtypes takes 3.4 times as long."""
     assert x.is_contiguous()
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():

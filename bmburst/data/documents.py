@@ -35,15 +35,15 @@ _WORD = re.compile(r"[^ \t\r\n]")
 _SHOWN = 5  # bad lines that a message names
 _CONVERT = "convert it: iconv -f ENCODING -t UTF-8, where ENCODING is what it was written in, such as UTF-16 or GB18030"
 _FROM_ARROW = "give the folder that save_to_disk wrote, or write Parquet: datasets.Dataset.from_file(...).to_parquet"
-# First bytes of files that must be converted first: what they are, and how to convert them.
-_TAR, _TAR_AT = b"ustar", 257  # bytes, and where they are; other files begin with theirs
+# How files begin that must be converted first: what they are, and how to convert them.
 _PACKED = {
-    _TAR: ("a tar archive", "tar --extract --file FILE"),
-    b"%PDF-": ("a PDF", "pdftotext FILE, which writes a .txt"),
-    b"PK\x03\x04": ("a zip archive", "unzip it"),
-    b'\x04"M\x18': ("compressed with lz4", "unlz4 it"),
-    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), ("an Arrow file", _FROM_ARROW)),
+    rb"%PDF-": ("a PDF", "pdftotext FILE, which writes a .txt"),
+    rb"PK\x03\x04": ("a zip archive", "unzip it"),
+    rb'\x04"M\x18': ("compressed with lz4", "unlz4 it"),
+    rb"ARROW1|\xff{4}": ("an Arrow file", _FROM_ARROW),
+    rb".{257}ustar": ("a tar archive", "tar --extract --file FILE"),
 }
+_BEGINNING = 512  # bytes that the patterns are looked for in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,9 +210,9 @@ def check_arrays(files: Iterable[SourceFile]) -> None:
 
 def _not_text(file: SourceFile, problem: str) -> UserError:
     with opened(file.path) as source:
-        begin = source.read(_TAR_AT + len(_TAR))
-    for magic, (kind, fix) in _PACKED.items():
-        if begin.startswith(magic) or (magic == _TAR and begin.endswith(magic)):
+        begin = source.read(_BEGINNING)
+    for pattern, (kind, fix) in _PACKED.items():
+        if re.match(pattern, begin, re.DOTALL):
             return UserError(
                 f"'{file.name}' is {kind}\nallowed: text files, JSONL files, directories of them\nfix: {fix}"
             )

@@ -279,14 +279,14 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         others: dict[float, list[dict[str, Any]]] = {}  # groups that BMTrain's kernel updates, by the divisor
         for group in groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            dtype, fused = group["params"][0].dtype, self._fused(group)
+            dtype = group["params"][0].dtype
             is_in_place = dtype == torch.float32 or (dtype == torch.float16 and self._has_scaled_state)
             if factor is not None and is_in_place:
                 for parameter in parameters:
                     parameter.grad.mul_(factor)  # _foreach_mul_ rounds the factor to 16 bits on CPUs
             if dtype == torch.float32:
                 step_wide(parameters, [self.state[p] for p in parameters], _rates(group), scale)
-            elif fused is not None:
+            elif (fused := self._fused(parameters)) is not None:
                 step_fused(fused, self._updates(group), divisor)
             elif self._is_half(group["params"][0]):
                 step_plain(self._updates(group), divisor)
@@ -409,9 +409,8 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             found = self._parts[storage] = part_of_all(storage.numel(), f"{number} of rank {rank}")
         return found
 
-    def _fused(self, group: dict[str, Any]) -> Any | None:
-        """Return `triton_elementwise` if it can update this group, else None."""
-        parameters = [p for p in group["params"] if p.grad is not None]
+    def _fused(self, parameters: Sequence[torch.Tensor]) -> Any | None:
+        """Return `triton_elementwise` if it can update these parameters, else None."""
         kinds = {p.dtype for p in parameters}
         if self._kernel != "auto" or kinds not in ({torch.bfloat16}, {torch.float16}):
             return None
