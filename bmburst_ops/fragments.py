@@ -10,7 +10,7 @@ DELTA_KINDS = ("gated_delta", "kda")
 """Kinds of recurrences whose M is a matrix, of key_dim by key_dim for each head; that of the others is a number."""
 _LEAST = 64 * CHUNK  # tokens of a fragment: shorter ones compute more summaries than they save
 _COLUMNS = 64  # of a state in one program
-_PROGRAMS = MappingProxyType({"gated_delta": 2, "kda": 1, "decay": 1})  # of a multiprocessor at a time
+_PROGRAMS = MappingProxyType({"gated_delta": 2, "kda": 1, "decay": 2})  # of a multiprocessor at a time
 
 
 def fragment_tokens(kind: str, tokens: int, heads: int, value_dim: int, processors: float) -> int:

@@ -51,16 +51,16 @@ def fold_forward(call: ScanCall, transitions: Tensor, ends: Tensor, initial: Ten
     # M is a copy: it is kept for backward, without U.
     m = flat_m.contiguous().view(*flat_m.shape[:-1], *transitions.shape[2:])
     u = flat_u.view(*flat_u.shape[:-1], *ends.shape[2:])
-    state = torch.zeros_like(u[0]) if initial is None else hops.own_heads(initial)
-    before: list[Tensor] = []
+    state = None if initial is None else hops.own_heads(initial)  # None is zero
+    before: list[Tensor | None] = []
     for k, link in enumerate(u.unbind()):
-        before.append(_where(chain.continues[k], places.continues, k, state))
+        held = _where(chain.continues[k], places.continues, k, state)
+        before.append(held)
         passing = chain.passing(k)
-        if any(passing):
-            link = link + _where(passing, places.passing, k, call.recurrence.act(m[k], before[k]))
-        state = link
-    extra = [state] if chain.has_final else []
-    states = hops.back(before, extra)
+        passed = call.recurrence.act(m[k], held) if held is not None and any(passing) else None
+        passed = _where(passing, places.passing, k, passed)
+        state = link if passed is None else link + passed
+    states = hops.back(before, [state] if chain.has_final else [], like=u[0])
     final = states[-1] if chain.has_final else None
     return Folded(states.flatten(0, 1).index_select(0, places.waiting), m, final)
 
@@ -88,16 +88,16 @@ def fold_backward(
     if final_grad is not None:
         slots[-1] = final_grad
     arrived = hops.out(slots)
-    grad = arrived[:, -1].sum(0) if chain.has_final else torch.zeros_like(arrived[0, 0])
+    grad = arrived[:, -1].sum(0) if chain.has_final else None  # None is zero
     own = call.of_links(arrived).unbind()
-    after: list[Tensor] = []
+    after: list[Tensor | None] = []
     for k in reversed(range(len(chain.links))):
         after.append(grad)
-        passing, back = chain.passing(k), own[k]
-        if any(passing):
-            back = back + _where(passing, places.passing, k, call.recurrence.act_transposed(transitions[k], grad))
-        grad = _where(chain.continues[k], places.continues, k, back)
-    states = hops.back(after[::-1], [grad] if call.has_initial else [])
+        passing = chain.passing(k)
+        passed = call.recurrence.act_transposed(transitions[k], grad) if grad is not None and any(passing) else None
+        passed = _where(passing, places.passing, k, passed)
+        grad = _where(chain.continues[k], places.continues, k, own[k] if passed is None else own[k] + passed)
+    states = hops.back(after[::-1], [grad] if call.has_initial else [], like=own[0])
     initial_grad = states[-1] * call.is_first if call.has_initial else None
     return states.flatten(0, 1).index_select(0, places.exporting), initial_grad
 
@@ -122,19 +122,20 @@ class _Hops:
         (arrived,) = self._comm.all_to_all(self._by_share(slots, 2).movedim(2, 0)).wait()
         return arrived
 
-    def back(self, links: Sequence[Tensor], extra: Sequence[Tensor]) -> Tensor:
+    def back(self, links: Sequence[Tensor | None], extra: Sequence[Tensor | None], like: Tensor) -> Tensor:
         """Return this rank's slots, `[slots, samples, heads, ...]`.
 
         Args:
-            links: A tensor for each link, `[samples, own heads, ...]`.
+            links: A tensor for each link, `[samples, own heads, ...]`; None: zeros.
             extra: Tensors for every rank; they follow as further slots.
+            like: A tensor shaped and typed as they are.
         """
         places = [(link.rank, link.slot) for link in self._chain.links]
-        found, zero = dict(zip(places, links, strict=True)), torch.zeros_like(links[0])
+        found = dict(zip(places, links, strict=True))
         ranks = range(self._comm.size) if self._call.hops == 2 else (self._comm.rank,)
-        slots = torch.stack(
-            [t for rank in ranks for t in (*(found.get((rank, i), zero) for i in range(self._chain.slots)), *extra)]
-        )
+        given = [t for rank in ranks for t in (*(found.get((rank, i)) for i in range(self._chain.slots)), *extra)]
+        zero = torch.zeros_like(like) if any(t is None for t in given) else like
+        slots = torch.stack([zero if t is None else t for t in given])
         if self._call.hops == 1:
             return slots
         (arrived,) = self._comm.all_to_all(slots.unflatten(0, (len(ranks), -1))).wait()
@@ -160,18 +161,18 @@ def _joined(transitions: Tensor, ends: Tensor) -> Tensor:
     return torch.cat(flat, 2)
 
 
-def _where(flags: Sequence[bool], on_device: Tensor, link: int, tensor: Tensor) -> Tensor:
-    """Return `[samples, ...]` with zeros for samples without a flag, whatever numbers they had.
+def _where(flags: Sequence[bool], on_device: Tensor, link: int, tensor: Tensor | None) -> Tensor | None:
+    """Return `[samples, ...]` with zeros for samples without a flag, whatever numbers they had; None if all are zero.
 
     Args:
         flags: A flag of each sample.
         on_device: The flags of all links and samples.
         link: Number of the link.
-        tensor: The numbers.
+        tensor: The numbers; None: zeros.
     """
+    if tensor is None or not any(flags):
+        return None
     if all(flags):
         return tensor
-    if not any(flags):
-        return torch.zeros_like(tensor)
     hidden = on_device[link * len(flags) : (link + 1) * len(flags)] == 0
     return tensor.masked_fill(hidden.view(-1, *[1] * (tensor.dim() - 1)), 0)

@@ -113,25 +113,13 @@ class GatedDelta(Kind):
         return found
 
 
-class _Scanned(Kind):
-    """Kinds by fla's kernels."""
+class _Normalized(Kind):
+    """Kinds whose queries and keys fla's own kernels divide by their norms."""
 
     def __init__(self, recurrence: Recurrence, inputs: Inputs, fragments: Fragments, factors: Inputs = ()) -> None:
         super().__init__(recurrence, inputs, fragments, factors)
-        self.scale = recurrence.scale
         self._normalized = tuple(self.fla.norm_fwd(t) if recurrence.normalize else (t, None) for t in inputs[:2])
         self.inputs = *(t for t, _ in self._normalized), *inputs[2:]
-
-    @cached_property
-    def sums(self) -> Tensor:
-        """The sums of the decays from the beginning of each chunk, in units of log 2."""
-        found: Tensor = self.fla.cumsum(self.inputs[3], chunk_size=CHUNK, scale=self.fla.RCP_LN2, **self.options)
-        return found
-
-    def decays_of(self, sums: Tensor) -> Tensor:
-        """Return the gradients of the decays, given those of their sums."""
-        found: Tensor = self.fla.cumsum(sums, chunk_size=CHUNK, reverse=True, **self.options)
-        return found
 
     def before_norms(self, *grads: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of queries and keys before they were divided by their norms, given those after it."""
@@ -140,31 +128,15 @@ class _Scanned(Kind):
             for (t, norm), grad in zip(self._normalized, grads, strict=True)
         )
 
-    @property
-    @abstractmethod
-    def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Queries and keys of the scan, what each chunk reads of the state before it (w), and its values (u)."""
 
-    def summaries(self, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
-        """See `Kind.summaries`."""
-        _, keys, written, values = self.scan
-        found: tuple[Tensor, Tensor] = self.fla.summaries.summarize(
-            keys, written, values, self.sums, spans, of_matrices
-        )
+class KDA(_Normalized):
+    """Kimi delta attention: one decay a token, head and element of the key. Most of its kernels are fla's."""
+
+    @cached_property
+    def sums(self) -> Tensor:
+        """The sums of the decays from the beginning of each chunk, in units of log 2."""
+        found: Tensor = self.fla.cumsum(self.inputs[3], chunk_size=CHUNK, scale=self.fla.RCP_LN2, **self.options)
         return found
-
-    def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
-        """See `Kind.state_gradients`. If `scan` has w, the last of `scanned` are gradients of values in their chunk."""
-        queries, keys, written, _ = self.scan
-        local = None if written is None else scanned[-1]
-        found: Tensor = self.fla.summaries.start_gradients(
-            queries, keys, written, grad_out, local, self.sums, self.scale, spans
-        )
-        return found
-
-
-class KDA(_Scanned):
-    """Kimi delta attention: one decay a token, head and element of the key."""
 
     @property
     def factors(self) -> Inputs:
@@ -178,18 +150,28 @@ class KDA(_Scanned):
         given = {"q": q, "k": k, "v": v, "gk": self.sums, "beta": beta, **self.options}
         if self._given:
             return *self.fla.kda_written(A=self._given[1], **given), *self._given
-        found: Inputs = self.fla.kda_intra(disable_recompute=True, scale=self.scale, chunk_size=CHUNK, **given)
+        found: Inputs = self.fla.kda_intra(
+            disable_recompute=True, scale=self.recurrence.scale, chunk_size=CHUNK, **given
+        )
         return found
 
-    @property
-    def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """See `_Scanned.scan`."""
-        w, u, queries, keys, *_ = self._chunks
-        return queries, keys, w, u
+    def summaries(self, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
+        """See `Kind.summaries`."""
+        w, u, _, keys, *_ = self._chunks
+        found: tuple[Tensor, Tensor] = self.fla.summaries.summarize(keys, w, u, self.sums, spans, of_matrices)
+        return found
+
+    def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
+        """See `Kind.state_gradients`. The last of `scanned` are gradients of values in their chunk."""
+        w, _, queries, keys, *_ = self._chunks
+        found: Tensor = self.fla.summaries.start_gradients(
+            queries, keys, w, grad_out, scanned[-1], self.sums, self.recurrence.scale, spans
+        )
+        return found
 
     def scanned(self, before: Tensor | None) -> Inputs:
         """Return the state before each chunk, and the values that the chunks add."""
-        _, keys, w, u = self.scan
+        w, u, _, keys, *_ = self._chunks
         given = {"initial_state": before, "output_final_state": False, "gk": self.sums, **self.options}
         h, values, _ = self.fla.fwd_h(k=keys, w=w, u=u, **given)
         return h, values
@@ -197,7 +179,13 @@ class KDA(_Scanned):
     def out(self, before: Tensor | None) -> Tensor:
         """See `Kind.out`."""
         h, values = self.scanned(before)
-        given = {"g": self.sums, "A": self._chunks[4], "scale": self.scale, "chunk_size": CHUNK, **self.options}
+        given = {
+            "g": self.sums,
+            "A": self._chunks[4],
+            "scale": self.recurrence.scale,
+            "chunk_size": CHUNK,
+            **self.options,
+        }
         found: Tensor = self.fla.kda_fwd_o(q=self.inputs[0], v=values, h=h, **given)
         return found
 
@@ -205,7 +193,7 @@ class KDA(_Scanned):
         """See `Kind.scanned_again`: the scan, and the gradients of the weights and values inside of each chunk."""
         h, values = self.scanned(before)
         q, k, *_ = self.inputs
-        given = {"v": values, "do": grad_out, "A": self._chunks[4], "scale": self.scale, **self.options}
+        given = {"v": values, "do": grad_out, "A": self._chunks[4], "scale": self.recurrence.scale, **self.options}
         return h, values, *self.fla.kda_bwd_dav(q=q, k=k, **given)
 
     def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
@@ -213,7 +201,7 @@ class KDA(_Scanned):
         q, k, v, _, beta = self.inputs
         w, _, queries, keys, _, inverse = self._chunks
         h, values, of_weights, local = scanned
-        passed = {"do": grad_out, "scale": self.scale, **self.options}
+        passed = {"do": grad_out, "scale": self.recurrence.scale, **self.options}
         dh, _, dv = self.fla.bwd_dhu(
             q=queries, k=keys, w=w, gk=self.sums, h0=before, dht=after, dv=local, chunk_size=CHUNK, **passed
         )
@@ -226,55 +214,49 @@ class KDA(_Scanned):
         heads = k.shape[2]
         if v.shape[2] > heads:
             dq, dk = (t.unflatten(2, (heads, -1)).sum(3) for t in (dq, dk))
-        return *self.before_norms(dq, dk), dv, self.decays_of(dg), dbeta
+        return (
+            *self.before_norms(dq, dk),
+            dv,
+            self.fla.cumsum(dg, chunk_size=CHUNK, reverse=True, **self.options),
+            dbeta,
+        )
 
 
-class Decay(_Scanned):
-    """Scalar decay (Lightning, SSD of Mamba-2): M is a number a head."""
+class Decay(_Normalized):
+    """Scalar decay (Lightning, SSD of Mamba-2): M is a number a head. Its kernels are ours."""
 
     @cached_property
-    def _repeated(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys for each head of the values: fla's scans share no heads."""
-        q, k, v, *_ = self.inputs
-        repeats = v.shape[2] // k.shape[2]
-        return (q, k) if repeats == 1 else (q.repeat_interleave(repeats, 2), k.repeat_interleave(repeats, 2))
+    def _read(self) -> Any:
+        q, k, _, decays = self.inputs
+        return self.fla.decay.DecayInputs(q, k, decays)
 
-    @property
-    def scan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """See `_Scanned.scan`."""
-        q, k, v, _ = self.inputs
-        return q, k, None, v
-
-    def _states(self, before: Tensor | None, in_fp32: bool) -> Tensor:
-        """Return the state before each chunk."""
-        options = {"g": self.sums, "cu_seqlens": self.options["cu_seqlens"], "states_in_fp32": in_fp32}
-        found: Tensor = self.fla.decay_fwd_h(
-            k=self._repeated[1], v=self.inputs[2], h0=before, output_final_state=False, chunk_size=CHUNK, **options
-        )[0]
+    def summaries(self, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
+        """See `Kind.summaries`. A scan that computes U has M too."""
+        del of_matrices
+        found: tuple[Tensor, Tensor] = self.fla.decay.summarize(self._read, self.inputs[2], spans)
         return found
 
     def out(self, before: Tensor | None) -> Tensor:
         """See `Kind.out`."""
-        q, k, v, _ = self.inputs
-        h = self._states(before, in_fp32=False)
-        found: Tensor = self.fla.fwd_o(q=q, k=k, v=v, h=h, g=self.sums, scale=self.scale, **self.options)
+        found: Tensor = self.fla.decay.outputs(
+            self._read, self.inputs[2], before, self.recurrence.scale, self.fragments.spans
+        )
         return found
 
-    def scanned_again(self, before: Tensor | None, grad_out: Tensor) -> Inputs:
-        """See `Kind.scanned_again`: the state before each chunk, in fp32 as in fla."""
-        del grad_out
-        return (self._states(before, in_fp32=True),)
+    def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
+        """See `Kind.state_gradients`."""
+        del scanned
+        found: Tensor = self.fla.decay.start_gradients(self._read, grad_out, self.recurrence.scale, spans)
+        return found
 
     def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
         """See `Kind.gradients`."""
-        q, k, v, _ = self.inputs
-        repeated = dict(zip("qk", self._repeated, strict=True))
-        options = {"g": self.sums, "do": grad_out, "scale": self.scale, "chunk_size": CHUNK}
-        edges = {"cu_seqlens": self.options["cu_seqlens"], "states_in_fp32": True}
-        dh, _ = self.fla.decay_bwd_dh(v=v, h0=before, dht=after, **repeated, **options, **edges)
-        options |= {"q": q, "k": k, "dh": dh, **self.options}
-        dq, dk, _, dg = self.fla.bwd_dqkwg(v=v, h=scanned[0], **options)
-        return *self.before_norms(dq, dk), self.fla.bwd_dv(**options), self.decays_of(dg)
+        del scanned
+        decay, values, scale = self.fla.decay, self.inputs[2], self.recurrence.scale
+        states = decay.states_of_chunks(self._read, values, before, self.fragments)
+        grad_states, dv = decay.gradients_of_chunks(self._read, grad_out, after, scale, self.fragments)
+        dq, dk, dg = decay.input_gradients(self._read, values, grad_out, states, grad_states, scale, self.fragments)
+        return *self.before_norms(dq, dk), dv, dg
 
 
 KINDS: dict[str, type[Kind]] = {"gated_delta": GatedDelta, "kda": KDA, "decay": Decay}
@@ -282,30 +264,26 @@ KINDS: dict[str, type[Kind]] = {"gated_delta": GatedDelta, "kda": KDA, "decay": 
 
 @cache
 def fla_functions() -> SimpleNamespace:
-    """Return the functions inside of fla that are called here, and our own module of summaries."""
+    """Return the functions inside of fla that are called here, and our own modules."""
 
     def module(name: str) -> Any:
         return import_package(f"fla.{name}", NAME)
 
-    delta_h, chunk_h, outputs = (module(f"ops.common.{name}") for name in ("chunk_delta_h", "chunk_h", "chunk_o"))
-    kda, kda_bwd = module("ops.kda.chunk_intra"), module("ops.kda.chunk_bwd")
+    delta_h = module("ops.common.chunk_delta_h")
+    intra, kda_bwd = module("ops.kda.chunk_intra"), module("ops.kda.chunk_bwd")
     norms = module("modules.norm.l2norm")
     found = SimpleNamespace(
         RCP_LN2=module("ops.utils.constant").RCP_LN2,
         bwd_dhu=delta_h.chunk_gated_delta_rule_bwd_dhu,
-        bwd_dqkwg=outputs.chunk_bwd_dqkwg,
-        bwd_dv=outputs.chunk_bwd_dv,
         cumsum=module("ops.utils").chunk_local_cumsum,
-        decay_bwd_dh=chunk_h.chunk_bwd_dh,
-        decay_fwd_h=chunk_h.chunk_fwd_h,
+        decay=import_package("bmburst_ops.linear.triton_decay", NAME),
         delta=import_package("bmburst_ops.linear.triton_gated_delta", NAME),
         fwd_h=delta_h.chunk_gated_delta_rule_fwd_h,
-        fwd_o=outputs.chunk_fwd_o,
         kda_bwd_dav=kda_bwd.chunk_kda_bwd_dAv,
         kda_bwd_dqkg=kda_bwd.chunk_kda_bwd_wy_dqkg_fused,
-        kda_bwd_intra=kda.chunk_kda_bwd_intra,
+        kda_bwd_intra=intra.chunk_kda_bwd_intra,
         kda_fwd_o=module("ops.gla.chunk").chunk_gla_fwd_o_gk,
-        kda_intra=kda.chunk_kda_fwd_intra,
+        kda_intra=intra.chunk_kda_fwd_intra,
         kda_written=module("ops.kda.wy_fast").recompute_w_u_fwd,
         norm_bwd=norms.l2norm_bwd,
         norm_fwd=norms.l2norm_fwd,

@@ -35,14 +35,12 @@ def states_between(
     """
     if len(firsts) == len(ends):
         return firsts
-    act = recurrence.act_transposed if backward else recurrence.act
     found = torch.empty_like(ends)
+    states = found.unbind()
     for piece, order in enumerate(_orders(edges, backward)):
-        state = firsts[piece]
-        for fragment in order[:-1]:
-            found[fragment] = state
-            state = act(transitions[fragment], state) + ends[fragment]
-        found[order[-1]] = state
+        states[order[0]].copy_(firsts[piece])
+        for here, after in pairwise(order):
+            recurrence.advance(transitions[here], states[here], ends[here], states[after], backward=backward)
     return found
 
 
@@ -52,12 +50,11 @@ def states_after(
     """Return U of each piece, `[pieces, *state]`: the state after it if the first is zero; see `states_between`."""
     if len(edges) - 1 == len(ends):
         return ends
-    act = recurrence.act_transposed if backward else recurrence.act
     found = []
     for first, *others in _orders(edges, backward):
         state = ends[first]
         for fragment in others:
-            state = act(transitions[fragment], state) + ends[fragment]
+            state = recurrence.advance(transitions[fragment], state, ends[fragment], backward=backward)
         found.append(state)
     return torch.stack(found)
 

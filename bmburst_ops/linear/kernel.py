@@ -13,6 +13,8 @@ Sources: gated delta rule, arXiv:2412.06464; Kimi delta attention, arXiv:2510.26
 arXiv:2405.21060, and Lightning Attention, arXiv:2401.04658.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -96,6 +98,23 @@ class Recurrence:
         """Return `M^T S`."""
         return multiply(transition.mT, state) if self.is_delta else transition * state
 
+    def advance(
+        self, transition: Tensor, state: Tensor, added: Tensor, out: Tensor | None = None, *, backward: bool
+    ) -> Tensor:
+        """Return `M S + U` of a fragment, in backward `M^T S + U`, by one operation, in `out` if it is given.
+
+        Args:
+            transition: M, `[heads, ...]`.
+            state: S, or in backward the gradient of the state after the fragment.
+            added: U.
+            out: Memory of the result, which is no other argument's.
+            backward: See above.
+        """
+        if not self.is_delta:
+            return torch.addcmul(added, transition, state, out=out)
+        with _without_tf32(state):
+            return torch.baddbmm(added, transition.mT if backward else transition, state, out=out)
+
 
 class PreparedScan(Protocol):
     """A recurrence over the pieces of a flat batch. States and M are in `Recurrence.state_dtype`."""
@@ -151,11 +170,18 @@ class LinearKernel(Protocol):
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
     """Return the matrix product, without TF32: an error of a state reaches all later tokens."""
-    if not left.is_cuda:
+    with _without_tf32(right):
         return left @ right
+
+
+@contextmanager
+def _without_tf32(tensor: Tensor) -> Iterator[None]:
+    if not tensor.is_cuda:
+        yield
+        return
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        return left @ right
+        yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before

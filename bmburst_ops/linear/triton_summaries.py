@@ -24,28 +24,27 @@ _SCRATCH = 32 << 10  # bytes of shared memory for other things
 
 
 def summarize(
-    keys: Tensor, written: Tensor | None, values: Tensor, sums: Tensor, spans: Spans, of_matrices: Spans
+    keys: Tensor, written: Tensor, values: Tensor, sums: Tensor, spans: Spans, of_matrices: Spans
 ) -> tuple[Tensor, Tensor]:
     """Return M, `[fragments, heads, key_dim, key_dim]`, and U, `[fragments, heads, key_dim, value_dim]`, in fp32.
 
     Args:
         keys: Keys of the scan.
         written: What each chunk reads of the state before it (w of the WY representation), typed as keys, `[1, tokens,
-            heads, key_dim]`; None: nothing, and M is `[fragments, heads, 1, 1]`.
+            heads, key_dim]`.
         values: Values of the scan (u of the WY representation).
-        sums: Sums of the decays from the beginning of each chunk, in units of log 2, `[1, tokens, heads]` or
-            `[1, tokens, heads, key_dim]`, fp32.
+        sums: Sums of the decays from the beginning of each chunk, in units of log 2, `[1, tokens, heads, key_dim]`,
+            fp32.
         spans: The fragments. They begin at chunks. U is zero where they have no tokens.
-        of_matrices: Likewise. M is the identity where they have no tokens. Scalar decays have that of `spans`.
+        of_matrices: Likewise. M is the identity where they have no tokens.
     """
     heads, value_dim, key_dim = *values.shape[2:], keys.shape[3]
-    width = 1 if written is None else key_dim
-    transitions = sums.new_empty(len(spans.begins), heads, width, width)
+    transitions = sums.new_empty(len(spans.begins), heads, key_dim, key_dim)
     states = sums.new_empty(len(spans.begins), heads, key_dim, value_dim)
-    blocks = triton.cdiv(value_dim, _COLUMNS) + (0 if written is None else triton.cdiv(key_dim, _COLUMNS))
+    blocks = triton.cdiv(value_dim, _COLUMNS) + triton.cdiv(key_dim, _COLUMNS)
     _summary_kernel[len(spans.begins) * heads, blocks](
         *(keys, written, values, sums, transitions, states, *spans[:2], of_matrices.ends),
-        **_sizes(keys, values, written, tiles=2),
+        **_sizes(keys, values, tiles=2),
     )
     return transitions, states
 
@@ -53,9 +52,9 @@ def summarize(
 def start_gradients(
     queries: Tensor,
     keys: Tensor,
-    written: Tensor | None,
+    written: Tensor,
     grad_out: Tensor,
-    grad_values: Tensor | None,
+    grad_values: Tensor,
     sums: Tensor,
     scale: float,
     spans: Spans,
@@ -67,7 +66,7 @@ def start_gradients(
         keys: See `summarize`.
         written: See `summarize`.
         grad_out: Gradient of the output.
-        grad_values: Gradients of the values through the outputs of their own chunk; None if `written` is.
+        grad_values: Gradients of the values through the outputs of their own chunk.
         sums: See `summarize`.
         scale: Factor on the output.
         spans: See `summarize`.
@@ -76,12 +75,12 @@ def start_gradients(
     states = sums.new_empty(len(spans.begins), heads, keys.shape[3], value_dim)
     _start_gradient_kernel[len(spans.begins) * heads, triton.cdiv(value_dim, _COLUMNS)](
         *(queries, keys, written, grad_out, grad_values, sums, states, *spans[:2], scale),
-        **_sizes(keys, grad_out, written, tiles=3),
+        **_sizes(keys, grad_out, tiles=3),
     )
     return states
 
 
-def _sizes(keys: Tensor, values: Tensor, written: Tensor | None, tiles: int) -> dict[str, int | bool]:
+def _sizes(keys: Tensor, values: Tensor, tiles: int) -> dict[str, int]:
     """Return the constants of a kernel that loads `tiles` times the keys of a chunk, and about as often the values."""
     key_dim = keys.shape[3]
     block_key = max(16, triton.next_power_of_2(key_dim))
@@ -90,7 +89,6 @@ def _sizes(keys: Tensor, values: Tensor, written: Tensor | None, tiles: int) -> 
     return {
         **{"heads": values.shape[2], "key_heads": keys.shape[2], "key_dim": key_dim, "value_dim": values.shape[3]},
         **{"chunk": CHUNK, "block_key": block_key, "block_columns": _COLUMNS},
-        **{"is_delta": written is not None},
         **{"num_warps": 4 if block_key <= 128 else 8, "num_stages": max(1, min(_MOST_STAGES, stages))},
     }
 
@@ -109,7 +107,6 @@ def _summary_kernel(
     keys, written, values, sums, transitions, states, begins, ends, ends_of_matrices,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
-    is_delta: tl.constexpr,
 ):  # fmt: skip
     fragment, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     value_blocks: tl.constexpr = (value_dim + block_columns - 1) // block_columns
@@ -122,25 +119,16 @@ def _summary_kernel(
     begin = tl.load(begins + fragment)
     end = tl.where(is_value, tl.load(ends + fragment), tl.load(ends_of_matrices + fragment))
     state = tl.where((channels[:, None] == columns[None, :]) & (is_value == 0), 1.0, 0.0)
-    total = 0.0
     for row in range(begin, end, chunk):
         inside = rows < end - row
         last_row = tl.minimum(row + chunk, end) - 1
         place = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
         added = tl.load(values + place, mask=inside[:, None] & of_value[None, :], other=0.0).to(tl.float32)
-        if is_delta:
-            place = (row * heads + head) * key_dim + rows[:, None] * (heads * key_dim) + channels[None, :]
-            read = tl.load(written + place, mask=inside[:, None] & is_channel[None, :], other=0.0)
-            added -= tl.dot(read, state.to(read.dtype))
-        if is_delta:
-            last = tl.load(sums + (last_row * heads + head) * key_dim + channels, mask=is_channel, other=0.0)
-            state *= tl.exp2(last)[:, None]
-        else:
-            last = tl.load(sums + last_row * heads + head)
-            each = tl.load(sums + row * heads + head + rows * heads, mask=inside, other=0.0)
-            added *= tl.where(inside, tl.exp2(last - each), 0.0)[:, None]
-            state *= tl.exp2(last)
-            total += last
+        place = (row * heads + head) * key_dim + rows[:, None] * (heads * key_dim) + channels[None, :]
+        read = tl.load(written + place, mask=inside[:, None] & is_channel[None, :], other=0.0)
+        added -= tl.dot(read, state.to(read.dtype))
+        last = tl.load(sums + (last_row * heads + head) * key_dim + channels, mask=is_channel, other=0.0)
+        state *= tl.exp2(last)[:, None]
         place = (row * key_heads + head // (heads // key_heads)) * key_dim
         place += rows[None, :] * (key_heads * key_dim) + channels[:, None]
         key = tl.load(keys + place, mask=inside[None, :] & is_channel[:, None], other=0.0)
@@ -148,12 +136,9 @@ def _summary_kernel(
     one = (fragment * heads + head).to(tl.int64) * key_dim
     place = one * value_dim + channels[:, None] * value_dim + columns[None, :]
     tl.store(states + place, state, mask=is_channel[:, None] & of_value[None, :])
-    if is_delta:
-        place = one * key_dim + channels[:, None] * key_dim + columns[None, :]
-        of_key = (is_value == 0) & (columns < key_dim)
-        tl.store(transitions + place, state, mask=is_channel[:, None] & of_key[None, :])
-    else:
-        tl.store(transitions + fragment * heads + head, tl.exp2(total), mask=tl.program_id(1) == 0)
+    place = one * key_dim + channels[:, None] * key_dim + columns[None, :]
+    of_key = (is_value == 0) & (columns < key_dim)
+    tl.store(transitions + place, state, mask=is_channel[:, None] & of_key[None, :])
 
 
 @triton.jit
@@ -161,7 +146,6 @@ def _start_gradient_kernel(
     queries, keys, written, grad_out, grad_values, sums, states, begins, ends, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
-    is_delta: tl.constexpr,
 ):  # fmt: skip
     fragment, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
@@ -179,28 +163,18 @@ def _start_gradient_kernel(
         at_value = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
         is_there = inside[:, None] & of_value[None, :]
         grad = tl.load(grad_out + at_value, mask=is_there, other=0.0)
-        if is_delta:
-            last = tl.load(sums + (last_row * heads + head) * key_dim + channels, mask=is_channel, other=0.0)
-        else:
-            last = tl.load(sums + last_row * heads + head)
-            each = tl.load(sums + row * heads + head + rows * heads, mask=inside, other=0.0)
-        if is_delta:
-            place = of_key + rows[:, None] * (key_heads * key_dim) + channels[None, :]
-            key = tl.load(keys + place, mask=inside[:, None] & is_channel[None, :], other=0.0)
-            added = tl.dot(key, state.to(key.dtype))
-            added += tl.load(grad_values + at_value, mask=is_there, other=0.0)
+        last = tl.load(sums + (last_row * heads + head) * key_dim + channels, mask=is_channel, other=0.0)
+        place = of_key + rows[:, None] * (key_heads * key_dim) + channels[None, :]
+        key = tl.load(keys + place, mask=inside[:, None] & is_channel[None, :], other=0.0)
+        added = tl.dot(key, state.to(key.dtype))
+        added += tl.load(grad_values + at_value, mask=is_there, other=0.0)
         place = of_key + rows[None, :] * (key_heads * key_dim) + channels[:, None]
         query = tl.load(queries + place, mask=inside[None, :] & is_channel[:, None], other=0.0)
-        if is_delta:
-            state *= tl.exp2(last)[:, None]
-        else:
-            query = query * tl.exp2(each)[None, :]
-            state *= tl.exp2(last)
+        state *= tl.exp2(last)[:, None]
         state += tl.dot(query.to(grad.dtype), grad) * scale
-        if is_delta:
-            place = of_head + rows[None, :] * (heads * key_dim) + channels[:, None]
-            read = tl.load(written + place, mask=inside[None, :] & is_channel[:, None], other=0.0)
-            state -= tl.dot(read, added.to(read.dtype))
+        place = of_head + rows[None, :] * (heads * key_dim) + channels[:, None]
+        read = tl.load(written + place, mask=inside[None, :] & is_channel[:, None], other=0.0)
+        state -= tl.dot(read, added.to(read.dtype))
     place = (fragment * heads + head).to(tl.int64) * key_dim * value_dim
     place += channels[:, None] * value_dim + columns[None, :]
     tl.store(states + place, state, mask=is_channel[:, None] & of_value[None, :])

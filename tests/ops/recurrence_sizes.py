@@ -1,4 +1,4 @@
-"""Compiles the kernels of the gated delta rule for GPUs that this machine lacks, and ends with what does not fit."""
+"""Compiles the kernels of recurrences for GPUs that this machine lacks, and ends with what does not fit."""
 
 import sys
 
@@ -7,7 +7,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bmburst_ops.linear import triton_gated_delta as ours
+from bmburst_ops.fragments import CHUNK
+from bmburst_ops.linear import triton_decay, triton_gated_delta
 from bmburst_ops.linear.spans import all_fragments
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes of shared memory for a program, by compute capability
@@ -42,27 +43,35 @@ class Compiled:
 
 def run(key_dim):
     """Call each function that launches a kernel."""
-    tokens, heads = 2 * ours.CHUNK, 2
+    tokens, heads = 2 * CHUNK, 2
     fragments = all_fragments((0, tokens), torch.device("cpu"))
     spans = fragments.spans
     q, k, v, grad = (torch.zeros(1, tokens, heads, key_dim, dtype=torch.bfloat16) for _ in range(4))
     decays, beta = torch.zeros(1, tokens, heads), torch.zeros(1, tokens, heads, dtype=torch.bfloat16)
     state = torch.zeros(1, heads, key_dim, key_dim)
-    chunks = ours.make_chunks(q, k, decays, beta, True, fragments)
-    ours.summarize(chunks, v, spans, spans)
-    ours.outputs(chunks, v, state, 1.0, spans)
-    ours.start_gradients(chunks, grad, 1.0, spans)
+    delta, decay = triton_gated_delta, triton_decay
+    chunks, inputs = delta.make_chunks(q, k, decays, beta, True, fragments), decay.DecayInputs(q, k, decays)
+    delta.summarize(chunks, v, spans, spans)
+    decay.summarize(inputs, v, spans)
+    for ours, given in ((delta, chunks), (decay, inputs)):
+        ours.outputs(given, v, state, 1.0, spans)
+        ours.start_gradients(given, grad, 1.0, spans)
     of_chunks = (
-        *ours.states_of_chunks(chunks, v, state, fragments),
-        *ours.gradients_of_chunks(chunks, grad, state, 1.0, fragments),
+        *delta.states_of_chunks(chunks, v, state, fragments),
+        *delta.gradients_of_chunks(chunks, grad, state, 1.0, fragments),
     )
-    ours.input_gradients(chunks, v, grad, of_chunks, 1.0, fragments)
+    delta.input_gradients(chunks, v, grad, of_chunks, 1.0, fragments)
+    states = decay.states_of_chunks(inputs, v, state, fragments)
+    grads, _ = decay.gradients_of_chunks(inputs, grad, state, 1.0, fragments)
+    decay.input_gradients(inputs, v, grad, states, grads, 1.0, fragments)
 
 
-kernels = {name: each for name, each in vars(ours).items() if name.endswith("_kernel")}
+modules = triton_gated_delta, triton_decay
+kernels = [(each, name, kernel) for each in modules for name, kernel in vars(each).items() if name.endswith("_kernel")]
 for capability, shared in SHARED.items():
-    ours.shared_memory = lambda _, shared=shared: shared
-    for name, kernel in kernels.items():
-        setattr(ours, name, Compiled(kernel, capability))
+    for module in modules:
+        module.shared_memory = lambda _, shared=shared: shared
+    for module, name, kernel in kernels:
+        setattr(module, name, Compiled(kernel, capability))
     for size in map(int, sys.argv[1:]):
         run(size)

@@ -1,0 +1,147 @@
+"""Recurrences in Triton against their definitions in fp64: summaries, outputs, and all gradients."""
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+
+from bmburst_ops.fragments import CHUNK
+from bmburst_ops.linear import Pieces, Recurrence, ReferenceKernel, triton_decay, triton_gated_delta
+from bmburst_ops.linear.spans import all_fragments, chosen_spans
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EDGES = (0, 40, CHUNK + 40, 4 * CHUNK + 57)  # fragments of a part of a chunk, a chunk, and three with a part
+SCALE = 0.3
+LOW = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+LIMIT = 2e-5 if DEVICE == "cpu" else 2e-2
+
+
+def problem(key_dim, value_dim, decay):
+    """Return inputs of a flat batch, states before all fragments and gradients, in fp64 that `LOW` represents."""
+    rng = torch.Generator().manual_seed(0)
+    tokens, heads, key_heads, count = EDGES[-1], 4, 2, len(EDGES) - 1
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=rng, dtype=torch.float64).to(LOW).double()
+
+    q, k = (torch.nn.functional.normalize(draw(tokens, key_heads, key_dim), dim=-1).to(LOW).double() for _ in range(2))
+    k[5] = 0.0
+    rates = (2 * draw(tokens, heads).sigmoid()).to(LOW).double()
+    rates[3] = 0.0
+    inputs = q, k, draw(tokens, heads, value_dim), -decay * draw(tokens, heads).abs(), rates
+    states = draw(count, heads, key_dim, value_dim), draw(count, heads, key_dim, value_dim)
+    return inputs, states[0], draw(tokens, heads, value_dim), states[1]
+
+
+def defined(recurrence, inputs, before, grad_out, after):
+    """Return the results by name, computed from token to token."""
+    everything = tuple(range(len(EDGES) - 1))
+    scan = ReferenceKernel().prepare(recurrence, inputs, Pieces(EDGES, waiting=everything, exporting=everything))
+    names = ("M", "U", "out", "start", "dq", "dk", "dv", "dg", "dbeta")
+    found = *scan.summary(), scan.forward(before), scan.start_gradients(grad_out)
+    return dict(zip(names, (*found, *scan.backward(before, grad_out, after)), strict=False))
+
+
+def require_equal(found, wanted):
+    for name, each in wanted.items():
+        error = error_of(found[name], each)
+        assert error < LIMIT, f"{name}: {error}"
+
+
+def chunk_parts():
+    return [slice(row, min(row + CHUNK, end)) for begin, end in pairwise(EDGES) for row in range(begin, end, CHUNK)]
+
+
+def error_of(found, wanted):
+    return float((found.cpu().double() - wanted).norm() / wanted.norm().clamp(min=1e-6))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.05, 8.0])
+@pytest.mark.parametrize(("key_dim", "value_dim", "normalize"), [(32, 48, False), (20, 80, True)])
+def test_gated_delta_in_triton(key_dim, value_dim, normalize, decay):
+    ours = triton_gated_delta
+    inputs, before, grad_out, after = problem(key_dim, value_dim, decay)
+    wanted = defined(Recurrence("gated_delta", SCALE, normalize=normalize), inputs, before, grad_out, after)
+
+    q, k, v, beta, grad = (t[None].to(DEVICE, LOW) for t in (*inputs[:3], inputs[4], grad_out))
+    sums = torch.zeros_like(inputs[3])
+    for part in chunk_parts():
+        sums[part] = inputs[3][part].cumsum(0)
+    states = [t.to(DEVICE, torch.float32) for t in (before, after)]
+    fragments = all_fragments(EDGES, torch.device(DEVICE))
+    decays = inputs[3][None].to(DEVICE, torch.float32)
+    chunks = ours.make_chunks(q, k, decays, beta, normalize, fragments)
+    for part in chunk_parts():
+        keys = inputs[1][part].repeat_interleave(2, 1).transpose(0, 1)
+        keys = keys / (keys.square().sum(-1, keepdim=True) + 1e-6).sqrt() if normalize else keys
+        m = (inputs[4][part].T[..., None] * (keys @ keys.mT)).tril(-1)
+        m = m * (sums[part].T[:, :, None] - sums[part].T[:, None]).tril(-1).exp()
+        inverse = (torch.eye(m.shape[-1], dtype=torch.float64) + m).inverse()
+        found = chunks.inverse[0, part].transpose(0, 1)
+        assert error_of(found[:, :, : m.shape[-1]], inverse) < LIMIT and not found[:, :, m.shape[-1] :].any()
+
+    transitions, ends = ours.summarize(chunks, v, *[fragments.spans] * 2)
+    found = {"M": transitions, "U": ends, "out": ours.outputs(chunks, v, states[0], SCALE, fragments.spans)[0]}
+    found["start"] = ours.start_gradients(chunks, grad, SCALE, fragments.spans)
+    of_chunks = ours.states_of_chunks(chunks, v, states[0], fragments)
+    of_chunks = *of_chunks, *ours.gradients_of_chunks(chunks, grad, states[1], SCALE, fragments)
+    grads = ours.input_gradients(chunks, v, grad, of_chunks, SCALE, fragments)
+    found |= {name: t[0] for name, t in zip(("dq", "dk", "dv", "dg", "dbeta"), grads, strict=True)}
+    require_equal(found, wanted)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.05, 8.0])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 48), (20, 80)])
+def test_scalar_decay_in_triton(key_dim, value_dim, decay):
+    """Heads share keys. Of the fragments that are summarized, one is left out, and another has no tokens."""
+    ours = triton_decay
+    (*inputs, _), before, grad_out, after = problem(key_dim, value_dim, decay)
+    wanted = defined(Recurrence("decay", SCALE), tuple(inputs), before, grad_out, after)
+
+    q, k, v, grad = (t[None].to(DEVICE, LOW) for t in (*inputs[:3], grad_out))
+    states = [t.to(DEVICE, torch.float32) for t in (before, after)]
+    fragments = all_fragments(EDGES, torch.device(DEVICE))
+    given = ours.DecayInputs(q, k, inputs[3][None].to(DEVICE, torch.float32))
+    transitions, ends = ours.summarize(given, v, fragments.spans)
+    found = {"M": transitions, "U": ends, "out": ours.outputs(given, v, states[0], SCALE, fragments.spans)[0]}
+    found["start"] = ours.start_gradients(given, grad, SCALE, fragments.spans)
+    grad_states, dv = ours.gradients_of_chunks(given, grad, states[1], SCALE, fragments)
+    of_chunks = ours.states_of_chunks(given, v, states[0], fragments), grad_states
+    dq, dk, dg = ours.input_gradients(given, v, grad, *of_chunks, SCALE, fragments)
+    require_equal(found | {"dq": dq[0], "dk": dk[0], "dv": dv[0], "dg": dg[0]}, wanted)
+
+    chosen = chosen_spans(EDGES, (2, 0), torch.device(DEVICE), (0,))
+    transitions, ends = ours.summarize(given, v, chosen)
+    assert torch.equal(ends[0], found["U"][2]) and torch.equal(transitions[0], found["M"][2])
+    assert not ends[1].any() and (transitions[1] == 1).all()
+
+
+@pytest.mark.parametrize("of_states", [False, True])
+def test_scalar_decay_without_states(of_states):
+    """None stands for zeros."""
+    ours, ((*inputs, _), before, grad_out, after) = triton_decay, problem(16, 16, 0.5)
+    q, k, v, grad = (t[None].to(DEVICE, LOW) for t in (*inputs[:3], grad_out))
+    fragments = all_fragments(EDGES, torch.device(DEVICE))
+    given = ours.DecayInputs(q, k, inputs[3][None].to(DEVICE, torch.float32))
+    zeros = torch.zeros_like(before if of_states else after, device=DEVICE, dtype=torch.float32)
+    if of_states:
+        results = [ours.states_of_chunks(given, v, each, fragments) for each in (None, zeros)]
+        results += [ours.outputs(given, v, each, SCALE, fragments.spans) for each in (None, zeros)]
+    else:
+        results = [t for each in (None, zeros) for t in ours.gradients_of_chunks(given, grad, each, SCALE, fragments)]
+        results[1:3] = results[2:0:-1]
+    for one, other in zip(results[::2], results[1::2], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key_dim", [128, 256])
+def test_kernels_fit_into_shared_memory(key_dim):
+    """They are compiled for Ampere, Ada and Hopper."""
+    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.recurrence_sizes", str(key_dim)]
+    found = subprocess.run(command, env=compiled, capture_output=True, text=True, timeout=500, check=False)
+    assert found.returncode == 0, found.stderr
