@@ -22,14 +22,12 @@ class Places(NamedTuple):
     Attributes:
         waiting: This rank's waiting pieces in `[slots, samples]`, flat.
         exporting: Its exporting pieces, likewise.
-        links: All links in `[ranks, slots]`, flat.
         continues: 1 for each link and sample where the link's first token continues a document, else 0; flat.
         passing: 1 for each link and sample where a state passes through the link to where it is used.
     """
 
     waiting: Tensor
     exporting: Tensor
-    links: Tensor
     continues: Tensor
     passing: Tensor
 
@@ -90,9 +88,10 @@ class ChainCall:
         flat = tensors.new_zeros((slots * samples, *tensors.shape[1:])).index_copy_(0, places, tensors)
         return flat.view(slots, samples, *tensors.shape[1:])
 
-    def of_links(self, slots: Tensor) -> Tensor:
-        """Return the tensors of all links, `[links, ...]`, from `[ranks, slots, ...]`; further slots are left out."""
-        return slots[:, : self.chain.slots].flatten(0, 1).index_select(0, self.places(slots.device).links)
+    def of_links(self, slots: Tensor) -> list[Tensor]:
+        """Return the tensors of all links in order, given `[ranks, slots, ...]`; further slots are left out."""
+        rows = slots.flatten(0, 1).unbind()
+        return [rows[link.rank * slots.shape[1] + link.slot] for link in self.chain.links]
 
     def gathered(self, slots: Tensor) -> Tensor:
         """Return all ranks' slots, `[ranks, *slots.shape]`; where nothing passes between ranks, zero for the others."""
@@ -117,7 +116,6 @@ def _sent_places(call: ChainCall, device: torch.device) -> DeviceVectors:
         (
             slots(call.pieces.waiting),
             slots(call.pieces.exporting),
-            np.array([link.rank * chain.slots + link.slot for link in chain.links]),
             np.array(chain.continues),
             np.array([chain.passing(number) for number in range(len(chain.links))]),
         ),

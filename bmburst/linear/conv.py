@@ -89,7 +89,7 @@ def _return_halos(call: ConvCall, of_x: Tensor, of_halos: Tensor, grad_final: Te
     tails = (chain.size, chain.slots, len(of_x), width)
     rows = arrived.new_zeros((chain.size * chain.slots * len(of_x) * width + len(of_x) * width + 1, channels))
     of_links, _, *final = _halo_places(call, width, len(rows), rows.device)
-    rows.index_add_(0, of_links, call.of_links(arrived).flatten(0, -2))
+    rows.index_add_(0, of_links, torch.stack(call.of_links(arrived)).flatten(0, -2))
     for places in final:
         rows.index_add_(0, places, arrived[:, -1].sum(0).flatten(0, -2))
     own = rows[: -len(of_x) * width - 1].view(*tails, channels)[call.comm.rank]

@@ -25,7 +25,8 @@ class Folded:
 
     Attributes:
         starts: States before its waiting pieces, `[waiting, *state]`.
-        transitions: M of all links, or of this rank's share of the heads: `[links, samples, heads, ...]`. For backward.
+        transitions: M of all slots, or of this rank's share of their heads: `[ranks, slots, samples, heads, ...]`. For
+            backward.
         final: The state after the last token, `[samples, *state]`; None unless the chain has it.
     """
 
@@ -46,14 +47,14 @@ def fold_forward(call: ScanCall, transitions: Tensor, ends: Tensor, initial: Ten
     if not call.has_states:
         return Folded(ends, transitions, None)
     chain, hops, places = call.chain, _Hops(call, ends.shape[1]), call.places(ends.device)
-    summaries = call.of_links(hops.out(call.in_slots(places.exporting, _joined(transitions, ends))))
+    summaries = hops.out(call.in_slots(places.exporting, _joined(transitions, ends)))
     flat_m, flat_u = summaries.split([prod(transitions.shape[2:]), prod(ends.shape[2:])], -1)
     # M is a copy: it is kept for backward, without U.
-    m = flat_m.contiguous().view(*flat_m.shape[:-1], *transitions.shape[2:])
-    u = flat_u.view(*flat_u.shape[:-1], *ends.shape[2:])
+    kept = flat_m.contiguous().view(*flat_m.shape[:-1], *transitions.shape[2:])
+    m, u = call.of_links(kept), call.of_links(flat_u.view(*flat_u.shape[:-1], *ends.shape[2:]))
     state = None if initial is None else hops.own_heads(initial)  # None is zero
     before: list[Tensor | None] = []
-    for k, link in enumerate(u.unbind()):
+    for k, link in enumerate(u):
         held = _where(chain.continues[k], places.continues, k, state)
         before.append(held)
         passing = chain.passing(k)
@@ -62,7 +63,7 @@ def fold_forward(call: ScanCall, transitions: Tensor, ends: Tensor, initial: Ten
         state = link if passed is None else link + passed
     states = hops.back(before, [state] if chain.has_final else [], like=u[0])
     final = states[-1] if chain.has_final else None
-    return Folded(states.flatten(0, 1).index_select(0, places.waiting), m, final)
+    return Folded(states.flatten(0, 1).index_select(0, places.waiting), kept, final)
 
 
 def fold_backward(
@@ -89,12 +90,12 @@ def fold_backward(
         slots[-1] = final_grad
     arrived = hops.out(slots)
     grad = arrived[:, -1].sum(0) if chain.has_final else None  # None is zero
-    own = call.of_links(arrived).unbind()
+    own, m = call.of_links(arrived), call.of_links(transitions)
     after: list[Tensor | None] = []
     for k in reversed(range(len(chain.links))):
         after.append(grad)
         passing = chain.passing(k)
-        passed = call.recurrence.act_transposed(transitions[k], grad) if grad is not None and any(passing) else None
+        passed = call.recurrence.act_transposed(m[k], grad) if grad is not None and any(passing) else None
         passed = _where(passing, places.passing, k, passed)
         grad = _where(chain.continues[k], places.continues, k, own[k] if passed is None else own[k] + passed)
     states = hops.back(after[::-1], [grad] if call.has_initial else [], like=own[0])

@@ -74,17 +74,15 @@ class FlaScan:
             shapes = recurrence.transition_shape(self._inputs), recurrence.state_shape(self._inputs)
             return self._zeros(0, *shapes[0]), self._zeros(0, *shapes[1])
         transitions, ends = self._summaries
-        joined = joined_transitions(recurrence, transitions, plan.by_piece)
-        lasts = states_after(recurrence, transitions, ends, plan.by_piece)
-        return _chosen(joined, plan.exporting), _chosen(lasts, plan.exporting)
+        joined = joined_transitions(recurrence, transitions, plan.by_piece, plan.exporting)
+        return joined, states_after(recurrence, transitions, ends, plan.by_piece, plan.exporting)
 
     def forward(self, starts: Tensor) -> Tensor:
         """See `PreparedScan.forward`."""
-        before = None
-        if self._plan.folded:
+        before, plan = None, self._plan
+        if plan.folded:
             transitions, ends = self._summaries
-            firsts = self._of_pieces(self._plan.waiting, starts)
-            before = states_between(self._recurrence, transitions, ends, firsts, self._plan.by_piece)
+            before = states_between(self._recurrence, transitions, ends, plan.by_piece, starts, plan.waiting)
             self._kept = before, transitions
         return self._without_padding(self._kind.out(self._of_all(before))[0])
 
@@ -100,18 +98,16 @@ class FlaScan:
         plan = self._plan
         if not plan.waiting:
             return self._zeros(0, *self._recurrence.state_shape(self._inputs))
-        lasts = states_after(self._recurrence, self._kept[1], self._own_gradients, plan.by_piece, backward=True)
-        return _chosen(lasts, plan.waiting)
+        given = self._recurrence, self._kept[1], self._own_gradients, plan.by_piece
+        return states_after(*given, plan.waiting, backward=True)
 
     def backward(self, starts: Tensor, grad_out: Tensor, grad_ends: Tensor) -> Inputs:
         """See `PreparedScan.backward`. `start_gradients` was called with the gradient of the output."""
         del starts, grad_out
         after, plan = None, self._plan
         if plan.folded:
-            firsts = self._of_pieces(plan.exporting, grad_ends)
-            after = states_between(
-                self._recurrence, self._kept[1], self._own_gradients, firsts, plan.by_piece, backward=True
-            )
+            given = self._recurrence, self._kept[1], self._own_gradients, plan.by_piece
+            after = states_between(*given, grad_ends, plan.exporting, backward=True)
         grads = self._kind.gradients(self._before, self._grad_out, self._of_all(after), self._scanned)
         return tuple(self._without_padding(grad[0]) for grad in grads)
 
@@ -135,15 +131,6 @@ class FlaScan:
         """The gradients of the states before these fragments through their own outputs."""
         return self._kind.state_gradients(self._spans(self._plan.unread_gradients), self._grad_out, self._scanned)
 
-    def _of_pieces(self, numbers: tuple[int, ...], states: Tensor) -> Tensor:
-        """Return the states of some of the folded pieces among those of all, zero for the others."""
-        if len(numbers) == self._plan.folded:
-            return states.float()
-        found = self._zeros(self._plan.folded, *self._recurrence.state_shape(self._inputs))
-        for number, state in zip(numbers, states, strict=True):
-            found[number] = state
-        return found
-
     def _of_all(self, states: Tensor | None) -> Tensor | None:
         """Return the states of the fragments that have M and U among those of all fragments, zero for the others."""
         count = len(self._plan.edges) - 1
@@ -160,11 +147,6 @@ class FlaScan:
         for number in self._pieces.padding:
             tensor[self._pieces.span(number)] = 0
         return tensor
-
-
-def _chosen(tensors: Tensor, numbers: tuple[int, ...]) -> Tensor:
-    """Return some of the pieces' tensors; all of them as they are."""
-    return tensors if len(numbers) == len(tensors) else torch.stack([tensors[number] for number in numbers])
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ A fragment maps the state before it to `M S + U`. In backward, the gradient of t
 fragments. Where each piece has one fragment, nothing is computed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -18,8 +18,9 @@ def states_between(
     recurrence: Recurrence,
     transitions: Tensor,
     ends: Tensor,
-    firsts: Tensor,
     edges: tuple[int, ...],
+    firsts: Tensor,
+    pieces: Sequence[int],
     *,
     backward: bool = False,
 ) -> Tensor:
@@ -29,47 +30,63 @@ def states_between(
         recurrence: The recurrence.
         transitions: M, `[fragments, heads, ...]`, fp32 or wider.
         ends: U, `[fragments, *state]`.
-        firsts: States before the pieces (backward: gradients after them), `[pieces, *state]`.
         edges: See the module.
+        firsts: States before some pieces (backward: gradients after them), `[len(pieces), *state]`.
+        pieces: Their numbers. Those of the others are zero.
         backward: See the module.
     """
-    if len(firsts) == len(ends):
-        return firsts
+    if len(pieces) == len(ends):
+        return firsts.to(ends.dtype)
     found = torch.empty_like(ends)
-    states = found.unbind()
+    states, given = found.unbind(), dict(zip(pieces, firsts.unbind(), strict=True))
     for piece, order in enumerate(_orders(edges, backward)):
-        states[order[0]].copy_(firsts[piece])
+        first = given.get(piece)
+        states[order[0]].zero_() if first is None else states[order[0]].copy_(first)
         for here, after in pairwise(order):
             recurrence.advance(transitions[here], states[here], ends[here], states[after], backward=backward)
     return found
 
 
 def states_after(
-    recurrence: Recurrence, transitions: Tensor, ends: Tensor, edges: tuple[int, ...], *, backward: bool = False
+    recurrence: Recurrence,
+    transitions: Tensor,
+    ends: Tensor,
+    edges: tuple[int, ...],
+    pieces: Sequence[int],
+    *,
+    backward: bool = False,
 ) -> Tensor:
-    """Return U of each piece, `[pieces, *state]`: the state after it if the first is zero; see `states_between`."""
-    if len(edges) - 1 == len(ends):
-        return ends
-    found = []
-    for first, *others in _orders(edges, backward):
+    """Return U of some pieces, `[len(pieces), *state]`: the states after them if those before them are zero.
+
+    See `states_between`.
+    """
+    found, orders = [], list(_orders(edges, backward))
+    for first, *others in (orders[piece] for piece in pieces):
         state = ends[first]
         for fragment in others:
             state = recurrence.advance(transitions[fragment], state, ends[fragment], backward=backward)
         found.append(state)
-    return torch.stack(found)
+    return _stacked(found, ends)
 
 
-def joined_transitions(recurrence: Recurrence, transitions: Tensor, edges: tuple[int, ...]) -> Tensor:
-    """Return M of each piece, `[pieces, heads, ...]`: the product of those of its fragments, the last one leftmost."""
-    if len(edges) - 1 == len(transitions):
-        return transitions
-    found = []
-    for first, *others in _orders(edges, backward=False):
+def joined_transitions(
+    recurrence: Recurrence, transitions: Tensor, edges: tuple[int, ...], pieces: Sequence[int]
+) -> Tensor:
+    """Return M of some pieces, `[len(pieces), heads, ...]`: products of M of their fragments, the last one leftmost."""
+    found, orders = [], list(_orders(edges, backward=False))
+    for first, *others in (orders[piece] for piece in pieces):
         product = transitions[first]
         for fragment in others:
             product = recurrence.act(transitions[fragment], product)
         found.append(product)
-    return torch.stack(found)
+    return _stacked(found, transitions)
+
+
+def _stacked(tensors: list[Tensor], like: Tensor) -> Tensor:
+    """Return tensors as one, without a copy if there is only one."""
+    if len(tensors) == 1:
+        return tensors[0][None]
+    return torch.stack(tensors) if tensors else like.new_empty(0, *like.shape[1:])
 
 
 def _orders(edges: tuple[int, ...], backward: bool) -> Iterator[range]:

@@ -22,9 +22,13 @@ def test_states_between_fragments(kind, wide, backward):
     u, firsts = draw(EDGES[-1], 2, 12, 20), draw(len(EDGES) - 1, 2, 12, 20)
     recurrence = Recurrence(kind)
     given = [t.to(DEVICE) for t in (m, u)]
-    each = states_between(recurrence, *given, firsts.to(DEVICE), EDGES, backward=backward)
-    lasts = states_after(recurrence, *given, EDGES, backward=backward)
-    joined = joined_transitions(recurrence, given[0], EDGES)
+    firsts[1] = 0.0
+    each = states_between(recurrence, *given, EDGES, firsts[::2].to(DEVICE), (0, 2), backward=backward)
+    lasts = states_after(recurrence, *given, EDGES, (0, 1, 2), backward=backward)
+    joined = joined_transitions(recurrence, given[0], EDGES, (0, 1, 2))
+    for piece in range(3):
+        assert torch.equal(states_after(recurrence, *given, EDGES, (piece,), backward=backward)[0], lasts[piece])
+        assert torch.equal(joined_transitions(recurrence, given[0], EDGES, (piece,))[0], joined[piece])
     matrices = m.double() if wide else m.double() * torch.eye(12)
     for piece, state in enumerate(firsts.double()):
         order = range(EDGES[piece], EDGES[piece + 1])
