@@ -10,7 +10,16 @@ import torch
 
 from bmburst_ops.errors import KernelError
 from bmburst_ops.fragments import fragment_tokens, fragments
-from bmburst_ops.linear import KERNELS, Pieces, Recurrence, ReferenceKernel, select_kernel
+from bmburst_ops.linear import (
+    KERNELS,
+    Pieces,
+    Recurrence,
+    ReferenceKernel,
+    fla_kinds,
+    select_kernel,
+    triton_decay,
+    triton_gated_delta,
+)
 from bmburst_ops.linear.fla import FlaKernel, unusable
 from bmburst_ops.linear.fla_scan import FlaScan, make_plan
 from bmburst_ops.linear.fla_tuning import Choice, nearest
@@ -60,6 +69,22 @@ def low(recurrence, given, device):
     if recurrence.kind == "scan":
         return tuple(t.float().to(device) for t in given)
     return tuple((t.float() if i == 3 else t.bfloat16()).to(device) for i, t in enumerate(given))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the next test has it")
+@pytest.mark.parametrize("kind", ["gated_delta", "decay"])
+def test_fragments_by_own_kernels(kind, monkeypatch):
+    """On a CPU they run in Triton's interpreter. fla, which divides by norms, is not needed here."""
+    own = SimpleNamespace(delta=triton_gated_delta, decay=triton_decay, norm_fwd=lambda t: (t, None))
+    monkeypatch.setattr(fla_kinds, "fla_functions", lambda: own)
+    given, *rest = inputs(kind, 0.05)
+    given = *(torch.nn.functional.normalize(t, dim=-1) for t in given[:2]), *given[2:]
+    exact = computed(ReferenceKernel(), Recurrence(kind, 0.2), given, *rest)
+    found = computed(Fragments(), Recurrence(kind, 0.2), tuple(t.float() for t in given), *(t.float() for t in rest))
+    for name, each in found.items():
+        assert each.shape == exact[name].shape
+        error = float((each.double() - exact[name]).norm() / exact[name].norm())
+        assert error < 2e-5, f"{name}: {error}"
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.05, 8.0])
