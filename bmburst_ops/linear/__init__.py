@@ -4,7 +4,8 @@
 - `reference.py`: their definition in plain torch, for any device and dtype
 - `fla.py`: kernels of the package fla-core, for GPUs
 - `fla_scan.py`, `fla_kinds.py`: how they are called, on fragments that run at the same time
-- `triton_summaries.py`: M and U of fragments, and the gradients of the states before them
+- `triton_gated_delta.py`, `triton_decay.py`: kernels of our own for two of the kinds
+- `triton_summaries.py`: for KDA, M and U of fragments, and the gradients of the states before them
 - `fold.py`: the states between fragments
 - `conv.py`, `triton_conv.py`: the causal convolution
 """

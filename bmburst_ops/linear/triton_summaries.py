@@ -1,4 +1,4 @@
-"""Summaries of fragments in Triton: M and U of each fragment, and the gradient of the state before it.
+"""Summaries of fragments of KDA in Triton: M and U of each fragment, and the gradient of the state before it.
 
 fla's kernels for whole sequences would also write the state before each chunk of 64 tokens. These write nothing but
 their results. All tensors are contiguous, of one flat batch: `[1, tokens, heads, dim]`. Products are of 16-bit numbers
