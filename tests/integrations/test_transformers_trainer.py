@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
@@ -193,6 +193,14 @@ def test_sequences_are_not_split_twice(tmp_path: Path, monkeypatch: pytest.Monke
         _require_plain(trainer)
 
 
+def test_batches_are_not_split_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the training; on one process nothing is split."""
+    trainer = _trainer(tmp_path, args={"accelerator_config": {"split_batches": True}})
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with refused("split_batches | by rank | fix: | accelerator_config"):
+        _require_plain(trainer)
+
+
 def test_predictions(tmp_path: Path) -> None:
     with refused("predictions | logits | trainer.evaluate()"):
         _trainer(tmp_path).predict(ROWS)
@@ -273,13 +281,14 @@ def test_elements_that_are_batches() -> None:
         says(told, "cannot be shared | fix: | batch_size=1 | batch_size=None")
 
 
-@pytest.mark.parametrize("rows", [_Endless(), ROWS], ids=["without a length", "not prepared"])
-def test_loaders_that_do_not_go_by_rank(rows: Any) -> None:
-    loader: DataLoader[Any] = DataLoader(rows)
-    if rows is not ROWS:
-        loader = Accelerator(cpu=True).prepare(loader)
+@pytest.mark.parametrize("dispatch", [True, False], ids=["from one rank", "not prepared"])
+def test_loaders_that_do_not_go_by_rank(dispatch: bool) -> None:
+    loader: DataLoader[Any] = DataLoader(ROWS)
+    if dispatch:
+        config = DataLoaderConfiguration(dispatch_batches=True)
+        loader = Accelerator(cpu=True, dataloader_config=config).prepare(loader)
     for told in run_ranks(2, lambda world: refusal_of(share_batches, loader, mesh_of(world))):
-        says(told, type(rows).__name__, "Accelerator.prepare | has a length | fix: ")
+        says(told, "list cannot be shared | Accelerator.prepare | dispatch_batches | only for | fix: ")
 
 
 def test_groups_of_which_one_would_read_a_batch_more() -> None:
