@@ -204,8 +204,6 @@ class SplitBatches(DecidesTogether):
         if isinstance(part, Part):
             steps = self._trainer.current_gradient_accumulation_steps
             valid = num_items_in_batch
-            if self._is_of_group and valid is not None:  # TRL's loss of a step without any label is 0
-                valid = valid.clamp(min=1)
             loss = self._part_loss(model, part, valid, steps)
         else:
             loss = self._group_loss(model, inputs)
@@ -228,7 +226,8 @@ class SplitBatches(DecidesTogether):
     ) -> Any:
         """Run the Trainer's evaluation loop with one loss per sequence group, instead of one per rank.
 
-        Batches without labels have no loss. If there are any, `eval_batches_without_labels` is their number.
+        Batches without labels have no loss, and the loss 0 with TRL's SFTTrainer. If there are any,
+        `eval_batches_without_labels` is their number.
 
         Raises:
             UserError: Predictions are requested.
@@ -282,6 +281,8 @@ class SplitBatches(DecidesTogether):
         self, model: torch.nn.Module, part: Part, valid: Tensor | None, steps: int = 1, scale: Tensor | float = 1.0
     ) -> Tensor:
         """Return this rank's loss of a part, with the router's loss that TRL would add in one of `steps`; log that."""
+        if self._is_of_group and valid is not None:  # TRL's loss of a step or batch without any label is 0
+            valid = valid.clamp(min=1)
         if not _has_router(self._trainer):
             return part.loss(model, valid) * scale
         loss, share = part.losses(model, valid, output_router_logits=True)
@@ -307,9 +308,8 @@ class SplitBatches(DecidesTogether):
         if losses.dim() > 1:  # inputs, with include_for_metrics="inputs": no metric reads them
             return losses
         (gathered,) = self.split.mesh.data.all_gather(losses).wait()
-        has_labels = (self._labels > 0).expand(len(losses), -1).T
-        counts = self._kept(has_labels if self._is_of_group else has_labels.any().expand_as(has_labels), self._last)
-        return self._kept(gathered, self._last)[counts]
+        kept = self._kept(gathered, self._last)
+        return kept if self._is_of_group or self._labels.any() else kept[:0]
 
 
 def require_split(split: object) -> None:

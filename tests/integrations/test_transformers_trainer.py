@@ -242,30 +242,35 @@ def test_an_incomplete_last_batch_on_one_rank(tmp_path: Path) -> None:
     assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
 
 
-def test_an_evaluation_without_any_label(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, args={"per_device_eval_batch_size": 1}, eval_dataset=[{"input_ids": [3]}] * 3)
-    found = trainer.evaluate()
-    assert math.isnan(found["eval_loss"]) and found["eval_batches_without_labels"] == 3
-
-
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-def test_a_step_without_any_label(tmp_path: Path, kind: type) -> None:
-    """Its loss is that of the trainer: NaN, and 0 under TRL."""
-    rows = [{"input_ids": [3, 4, 5, 6], "labels": [3, -100, -100, -100]}] * 2  # no token predicts the first one
-    losses = []
+def test_without_any_label(tmp_path: Path, kind: type) -> None:
+    """The loss of a step, of a batch of an evaluation and of a whole one: none or NaN, and 0 under TRL."""
+    none = {"input_ids": [3, 4, 5, 6], "labels": [3, -100, -100, -100]}  # no token predicts the first one
+    some = none | {"labels": [3, 4, -100, 6]}
+    register()
+    found: list[list[float]] = []
     for is_split in (False, True):
         config = SFTConfig if kind is SFTTrainer else TrainingArguments
         fields = {"max_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none", "logging_nan_inf_filter": False}
         trainer: Any = (type("Split", (SplitBatches, kind), {}) if is_split else kind)(
             model=tiny.transformers_model(attention="bmburst" if is_split else "sdpa", use_cache=False),
-            args=config(output_dir=str(tmp_path), logging_steps=1, **fields),
-            train_dataset=Dataset.from_list(rows),
+            args=config(output_dir=str(tmp_path), logging_steps=1, per_device_eval_batch_size=1, **fields),
+            train_dataset=Dataset.from_list([none] * 2),
+            eval_dataset={"none": Dataset.from_list([none] * 3), "some": Dataset.from_list([none, some, none])},
             **({"split": SplitSequences(mesh_of())} if is_split else {}),
             **({"processing_class": tokenizer()} if kind is SFTTrainer else {}),
         )
+        trainer.args.logging_nan_inf_filter = True  # as it is by default, of the evaluation
+        evaluated = trainer.evaluate()
+        if is_split:
+            counts = [evaluated[f"eval_{name}_batches_without_labels"] for name in ("none", "some")]
+            assert counts == [3, 2]
+        trainer.args.logging_nan_inf_filter = False
         trainer.train()
-        losses.append(next(line["loss"] for line in trainer.state.log_history if "loss" in line))
-    assert losses == pytest.approx([0.0 if kind is SFTTrainer else math.nan] * 2, nan_ok=True)
+        losses = [evaluated["eval_none_loss"], evaluated["eval_some_loss"]]
+        found.append([*losses, next(line["loss"] for line in trainer.state.log_history if "loss" in line)])
+    assert found[1] == pytest.approx(found[0], nan_ok=True)
+    assert [found[0][0], found[0][2]] == pytest.approx([0.0 if kind is SFTTrainer else math.nan] * 2, nan_ok=True)
 
 
 class _Endless(IterableDataset[dict[str, Any]]):
