@@ -136,13 +136,13 @@ class Stream(IterableDataset[Any]):
         try:
             for batches, count in self._reader:
                 yield None, batches, count
-        except UserError as error:
-            yield str(error), [], 0
         except Exception as error:  # of the caller's data set, or of its collator
             kind = type(error).__name__
-            told = (str(error).strip().splitlines() or [""])[-1].removeprefix(f"{kind}: ")  # a worker's has a traceback
-            problem = f"rank 0 cannot read {type(self.source).__name__}: {kind}: {told}"
-            yield f"{problem}\nfix: the data set or the collator, which ran on rank 0 only", [], 0
+            told = str(error).rsplit(f"{kind}: ", 1)[-1]  # a worker's has its traceback before
+            if not isinstance(error, UserError):
+                first = (told.strip().splitlines() or [""])[0]
+                told = f"rank 0 cannot read {type(self.source).__name__}: {kind}: {first}\nfix: the data set or the collator"
+            yield told, [], 0
         yield None, [], 0
 
 

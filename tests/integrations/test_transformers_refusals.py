@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+from collections.abc import Iterator
 from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
@@ -11,6 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.utils import convert_outputs_to_fp32
@@ -20,14 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from bmburst import Documents, Full, Mesh
+from bmburst import Documents, Full
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.integrations.releases import LEAST, LONGROPE, require_release
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import Near, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_cache import SplitCache, generate
 from tests import tiny
-from tests.distributed.processes import on_processes
 from tests.distributed.threads import mesh_of, on_ranks, run_ranks
 from tests.integrations import transformers_program as program
 from tests.refusals import refused, says
@@ -124,10 +125,17 @@ def test_a_hook_of_all_modules_and_a_wrapper_are_named(recwarn: pytest.WarningsR
     says(second, "modeling_llama.LlamaRMSNorm and hook test_transformers_refusals._mean_of_norms")
 
 
-@on_processes(1)
-def test_code_of_libraries_is_not_named() -> None:
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_code_of_libraries_is_not_named(recwarn: pytest.WarningsRecorder) -> None:
     """What they register and replace for FSDP2, mixed precision, NEFTune, adapters and checkpoints in layers."""
-    part = SplitSequences(Mesh.over_process_group()).part(IDS)
     model: Any = peft.get_peft_model(_model("llama"), peft.LoraConfig(r=2, target_modules="all-linear"))
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable()
@@ -139,10 +147,8 @@ def test_code_of_libraries_is_not_named() -> None:
     for layer in model.base_model.model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        part.loss(model.train()).backward()
-    assert not [each for each in found if "not code of transformers" in str(each.message)]
+    _part().loss(model.train()).backward()
+    assert not [each for each in recwarn if "not code of transformers" in str(each.message)]
 
 
 def _headed(kind: str, **options: Any) -> PreTrainedModel:

@@ -155,17 +155,18 @@ def test_a_data_set_that_fails() -> None:
             says(told, "rank 0 cannot read Numbers: ValueError: the network is down | fix: ")
 
 
-def test_a_refusal_of_a_collator_is_told_by_every_rank() -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_refusal_of_a_collator_is_told_by_every_rank(workers: int) -> None:
     def refuse(samples: list[int]) -> None:
         raise UserError(f"no {samples}\nfix: others")
 
     def body(world: CheckedCommunicator) -> str:
         alone = single_rank_group()
-        loader = Accelerator(cpu=True).prepare(DataLoader(Numbers(5), 2, collate_fn=refuse))
+        loader = Accelerator(cpu=True).prepare(DataLoader(Numbers(5), 2, collate_fn=refuse, num_workers=workers))
         shared = share_batches(loader, Mesh(MeshShape(1, 2, 1), world.rank, world, alone, alone))
         return refusal_of(lambda: [*shared])
 
-    assert run_ranks(2, body) == ["no [0, 1]\nfix: others"] * 2
+    assert [told.strip() for told in run_ranks(2, body)] == ["no [0, 1]\nfix: others"] * 2
 
 
 def test_data_sets_that_ranks_have_parts_of() -> None:

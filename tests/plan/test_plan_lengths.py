@@ -62,7 +62,7 @@ def test_longer_sequences_take_as_much(seed: int) -> None:
         assert all(longer >= shorter for shorter, longer in pairwise(nbytes)), (told, nbytes)
 
 
-@pytest.mark.parametrize("seed", [0, *long(*range(1, 5))])
+@pytest.mark.parametrize("seed", long(*range(5)))
 def test_longer_trees_take_about_as_much(seed: int) -> None:
     """At another length, the chunks of their layout begin elsewhere, which may need fewer tiles, or keys of others."""
     drawn = random.Random(seed)
