@@ -88,6 +88,7 @@ class Stream(IterableDataset[Any]):
         groups = mesh.shape.data
         size: int = loader.batch_size
         self.source, self.last = _source(loader), 0
+        self._error: Exception | None = None
         self._mesh, self._size, self._drops, self._by_rank = mesh, size * groups, loader.drop_last, by_rank
         self._reader: DataLoader[Any] = DataLoader(
             _Rounds(self.source, size, groups, drop_last=self._drops, full=by_rank),
@@ -125,7 +126,7 @@ class Stream(IterableDataset[Any]):
             with world.first_calls("batches of an iterable data set"):
                 problem, batches, count = broadcast_object(world, next(rounds, None))
             if problem is not None:
-                raise UserError(problem)
+                raise UserError(problem) from self._error
             if not count:
                 return
             self.last = 0 if self._by_rank else count
@@ -141,7 +142,9 @@ class Stream(IterableDataset[Any]):
             told = str(error).rsplit(f"{kind}: ", 1)[-1]  # a worker's has its traceback before
             if not isinstance(error, UserError):
                 first = (told.strip().splitlines() or [""])[0]
-                told = f"rank 0 cannot read {type(self.source).__name__}: {kind}: {first}\nfix: the data set or the collator"
+                source = type(self.source).__name__
+                told = f"rank 0 cannot read {source}: {kind}: {first}\nfix: the data set or the collator"
+            self._error = error
             yield told, [], 0
         yield None, [], 0
 

@@ -19,7 +19,7 @@ from bmburst.integrations.transformers_trainer import share_batches
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
 from tests.integrations import transformers_streams_program as program
-from tests.refusals import refusal_of, says
+from tests.refusals import refusal_of, refused, says
 
 Batches = list[list[int]]
 
@@ -149,7 +149,10 @@ def test_a_data_set_that_fails() -> None:
 
         def body(world: CheckedCommunicator, workers: int = workers) -> str:
             loader = loader_of(world, 1, Numbers(5, fails_at=3), num_workers=workers)
-            return refusal_of(lambda: [*loader])
+            with refused() as caught:
+                _ = [*loader]
+            assert isinstance(caught.value.__cause__, ValueError) == (world.rank == 0)
+            return str(caught.value)
 
         for told in run_ranks(2, body):
             says(told, "rank 0 cannot read Numbers: ValueError: the network is down | fix: ")
