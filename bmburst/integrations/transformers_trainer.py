@@ -162,6 +162,9 @@ class SplitBatches(DecidesTogether):
         stream = loader.dataset
         if isinstance(stream, Stream):
             return lambda: stream.last
+        if not has_length(loader.dataset):  # on one rank, on which accelerate counts
+            state = self._trainer.accelerator.gradient_state
+            return lambda: max(0, state.remainder)
         number = _last_samples(loader, self.split.mesh.shape.data)
         return lambda: number
 
@@ -347,10 +350,10 @@ def still_to_be_prepared(trainer: Any) -> Iterator[None]:
 
 
 def _last_samples(loader: DataLoader[Any], groups: int) -> int:
-    """Return how many samples all groups have in the last batch; 0 if it is full, or of a number that is not known."""
+    """Return how many samples all groups have in the last batch of a data set with a length; 0 if it is full."""
     batches = loader.batch_sampler
     size = getattr(batches, "batch_size", None)
-    if size is None or getattr(batches, "drop_last", False) or not has_length(loader.dataset):
+    if size is None or getattr(batches, "drop_last", False):
         return 0
     samples: int = len(loader.dataset) % (size * groups)  # type: ignore[arg-type]
     return samples

@@ -24,6 +24,7 @@ from bmburst.integrations.transformers_trainer import SplitBatches, _require_pla
 from tests import tiny
 from tests.distributed.threads import mesh_of, run_ranks
 from tests.integrations.transformers_grpo_program import tokenizer
+from tests.integrations.transformers_trainer_program import Stream
 from tests.refusals import refusal_of, refused, says
 
 ROWS = [{"input_ids": [3, 4, 5, 6]}] * 4
@@ -231,14 +232,16 @@ def test_keys_that_are_not_read(tmp_path: Path, key: str) -> None:
             run()
 
 
-def test_an_incomplete_last_batch_on_one_rank(tmp_path: Path) -> None:
-    """Its loss has the weight of its samples, as in transformers."""
+@pytest.mark.parametrize("stream", [None, {}, {"accelerator_config": {"dispatch_batches": False}}])
+def test_an_incomplete_last_batch_on_one_rank(tmp_path: Path, stream: dict[str, Any] | None) -> None:
+    """Its loss has the weight of its samples, as in transformers; there not with dispatch_batches=False of a stream."""
     rows = [{"input_ids": list(range(1, 9 + 5 * i))} for i in range(5)]
-    args = {"per_device_eval_batch_size": 3}
-    ours = _trainer(tmp_path, args=args, eval_dataset=rows)
+    data: Any = rows if stream is None else Stream(rows)
+    args = {"per_device_eval_batch_size": 3, **(stream or {})}
+    ours = _trainer(tmp_path, args=args, eval_dataset=data)
     model = tiny.transformers_model(attention="sdpa", use_cache=False)
     given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **args)
-    theirs = Trainer(model, given, DataCollatorWithFlattening(), eval_dataset=rows)
+    theirs = Trainer(model, given, DataCollatorWithFlattening(), eval_dataset=data)
     assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
 
 
