@@ -138,15 +138,19 @@ class Stream(IterableDataset[Any]):
             for batches, count in self._reader:
                 yield None, batches, count
         except Exception as error:  # of the caller's data set, or of its collator
-            kind = type(error).__name__
-            told = str(error).rsplit(f"{kind}: ", 1)[-1]  # a worker's has its traceback before
-            if not isinstance(error, UserError):
-                first = (told.strip().splitlines() or [""])[0]
-                source = type(self.source).__name__
-                told = f"rank 0 cannot read {source}: {kind}: {first}\nfix: the data set or the collator"
             self._error = error
-            yield told, [], 0
+            yield told_of(error, type(self.source).__name__), [], 0
         yield None, [], 0
+
+
+def told_of(error: Exception, source: str) -> str:
+    """Return an error of a data set, of the class `source`, or of its collator, as the ranks tell it."""
+    kind = type(error).__name__
+    told = str(error).rsplit(f"{kind}: ", 1)[-1].strip()  # a worker's has its traceback before
+    if isinstance(error, UserError):
+        return told
+    first = (told.splitlines() or [""])[0]
+    return f"rank 0 cannot read {source}: {kind}: {first}\nfix: the data set or the collator"
 
 
 class _StreamLoader(DataLoaderShard):  # type: ignore[misc]

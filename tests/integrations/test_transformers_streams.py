@@ -10,11 +10,13 @@ from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accelerate.data_loader import IterableDatasetShard
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, IterableDataset
 
 from bmburst import Mesh, MeshShape, UserError
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import single_rank_group
+from bmburst.integrations.transformers_streams import told_of
 from bmburst.integrations.transformers_trainer import share_batches
 from tests.distributed.processes import run_processes
 from tests.distributed.threads import run_ranks
@@ -94,15 +96,12 @@ def _expected(samples: list[int], groups: int, group: int, *, even: bool) -> Bat
     return found
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_end_without_the_last_samples(workers: int) -> None:
-    """Workers read copies of a data set that does not look at their number; so each of 5 samples comes twice."""
-
+def test_an_end_without_the_last_samples() -> None:
     def body(world: CheckedCommunicator) -> tuple[int, Batches]:
-        loader = loader_of(world, 2, Sized(5), drop_last=True, num_workers=workers)
+        loader = loader_of(world, 2, Sized(5), drop_last=True)
         return len(loader), [*loader]
 
-    assert run_ranks(2, body) == [(1, [[0, 1]] * max(workers, 1)), (1, [[2, 3]] * max(workers, 1))]
+    assert run_ranks(2, body) == [(1, [[0, 1]]), (1, [[2, 3]])]
 
 
 def test_a_length_and_a_resume() -> None:
@@ -145,31 +144,46 @@ class _Two:
 
 def test_a_data_set_that_fails() -> None:
     """Every rank says so; the others would wait for the one that reads."""
-    for workers in (0, 1):
 
-        def body(world: CheckedCommunicator, workers: int = workers) -> str:
-            loader = loader_of(world, 1, Numbers(5, fails_at=3), num_workers=workers)
-            with refused() as caught:
-                _ = [*loader]
-            assert isinstance(caught.value.__cause__, ValueError) == (world.rank == 0)
-            return str(caught.value)
+    def body(world: CheckedCommunicator) -> str:
+        with refused() as caught:
+            _ = [*loader_of(world, 1, Numbers(5, fails_at=3))]
+        assert isinstance(caught.value.__cause__, ValueError) == (world.rank == 0)
+        return str(caught.value)
 
-        for told in run_ranks(2, body):
-            says(told, "rank 0 cannot read Numbers: ValueError: the network is down | fix: ")
+    for told in run_ranks(2, body):
+        says(told, "rank 0 cannot read Numbers: ValueError: the network is down | fix: ")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_refusal_of_a_collator_is_told_by_every_rank(workers: int) -> None:
+def test_a_refusal_of_a_collator_is_told_by_every_rank() -> None:
     def refuse(samples: list[int]) -> None:
         raise UserError(f"no {samples}\nfix: others")
 
     def body(world: CheckedCommunicator) -> str:
         alone = single_rank_group()
-        loader = Accelerator(cpu=True).prepare(DataLoader(Numbers(5), 2, collate_fn=refuse, num_workers=workers))
+        loader = Accelerator(cpu=True).prepare(DataLoader(Numbers(5), 2, collate_fn=refuse))
         shared = share_batches(loader, Mesh(MeshShape(1, 2, 1), world.rank, world, alone, alone))
         return refusal_of(lambda: [*shared])
 
-    assert [told.strip() for told in run_ranks(2, body)] == ["no [0, 1]\nfix: others"] * 2
+    assert run_ranks(2, body) == ["no [0, 1]\nfix: others"] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (ConnectionError, "rank 0 cannot read Numbers: ConnectionError: no route\nfix: the data set or the collator"),
+        (UserError, "no route\nto the file"),
+    ],
+)
+def test_an_error_of_a_worker_is_told_without_its_traceback(kind: type[Exception], told: str) -> None:
+    try:
+        raise kind("no route\nto the file")
+    except kind:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(kind) as caught:
+        wrapped.reraise()
+    assert "Traceback" in str(caught.value)
+    assert told_of(caught.value, "Numbers") == told
 
 
 def test_data_sets_that_ranks_have_parts_of() -> None:
