@@ -40,7 +40,10 @@ class Modules:
         while waiting:
             module = waiting.pop()
             if module not in self._own and module is not None:
-                self._own[module] = own = module.__dict__
+                own = module.__dict__
+                if "_modules" not in own:  # of torch.jit.trace
+                    own = own | {"_modules": module._modules, "_parameters": module._parameters}
+                self._own[module] = own
                 if inner := own["_modules"]:
                     waiting.extend(reversed(inner.values()))
         self.every: list[Any] = list(self._own)

@@ -95,12 +95,15 @@ def test_weights_that_are_split_after_the_first_call() -> None:
         part.loss(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_modules_are_those_that_torch_finds() -> None:
     model: Any = peft.get_peft_model(tiny.transformers_model("qwen3"), peft.LoraConfig(target_modules="all-linear"))
     model.shared, model.none = _layer(model.base_model.model), None
     modules = Modules(model)
     assert modules.every == list(model.modules())
     assert modules.of(nn.Linear) == [module for module in model.modules() if isinstance(module, nn.Linear)]
+    traced = nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))  # has its modules in C++
+    assert Modules(traced).every == list(traced.modules()) and len(Modules(traced).weights()) == 2
     assert modules.having("rope_type") == [model.base_model.model.model.rotary_emb]
     assert modules.having("peft_config")[0] is model
     assert {*map(id, modules.weights())} - {id(None)} == {*map(id, model.parameters())}
