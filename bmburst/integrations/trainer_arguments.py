@@ -77,9 +77,8 @@ _READ: Mapping[str, str] = MappingProxyType(
             """,
         "no effect, because Liger-Kernel is refused": "liger_kernel_config",
         "read; DistributedDataParallel and FSDP2 average the gradients, other kinds are refused": "fsdp fsdp_config",
-        "read; `dispatch_batches` and `split_batches` are refused, because ranks of a sequence read the same batches": (
-            "accelerator_config"
-        ),
+        "read; `split_batches` is refused, and `dispatch_batches` with a data set that has a length, because the ranks "
+        "of a sequence read the same batches": "accelerator_config",
         "read; predictions are refused, because logits of a long sequence fit on no rank": "prediction_loss_only",
         "read; what TRL logs besides the loss is refused": "metric_for_best_model",
         "read; refused with more than one micro-batch a step, which torch does not support": "ddp_static_graph",

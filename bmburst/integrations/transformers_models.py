@@ -52,9 +52,11 @@ _COUNTS_TOKENS = frozenset({"opt"})
 _TABLE, _MARK = "ATTENTION_CLASSES", "refuses_own_tables"
 _KNOWN = frozenset(
     {"torch", "transformers", "peft", "accelerate", "bmburst", "bmburst_ops", "bitsandbytes", "torchao", "fla"}
-    | {"lightning", "lightning_fabric"}
+    | {"lightning", "lightning_fabric", "trl"}
 )
-"""Packages whose modules are checked by name, or change each token alone."""
+"""Packages whose modules and hooks are checked by name, or change each token alone."""
+_WRAPPERS = 32
+"""How many wrappers of a function are looked at."""
 
 
 def require_splittable(
@@ -86,7 +88,7 @@ def require_splittable(
     is_text = all(part.main_input_name == "input_ids" for part in parts)
     of_media = set() if is_text else _other_media(parts[0])
     for part in (part for part in parts if id(part) not in of_media):
-        if (problem := _problem(part, modules if part is model else Modules(part), routed)) is not None:
+        if (problem := _problem(part, modules, routed)) is not None:
             raise UserError(f"{type(part).__name__} is not exact on a split sequence: {problem[0]}\nfix: {problem[1]}")
     if _is_tensor_parallel(modules, parts):
         raise UserError(
@@ -101,34 +103,60 @@ def require_splittable(
 
 
 def _note_others_code(modules: Modules) -> None:
-    """Warn, once, of modules whose code is a model's own or the caller's, by class or by a `forward` that was replaced.
+    """Warn, once, of code of a model's own or of the caller's: classes, a `forward` that was replaced, and hooks.
 
     They are exact if they change each token alone. Code that reads other tokens, such as a shift by one token, a sum
     over tokens or an attention of its own, would see those of a rank only.
     """
     owners = {owner for kind in modules.kinds for owner in kind.__mro__}
     others = {owner for owner in owners if _of_others(vars(owner).get("forward"))}
-    replaced = (module for module in modules.every if "forward" in module.__dict__)
-    others |= {type(module) for module in replaced if _of_others(module.forward)}
-    if not others or (dist.is_initialized() and dist.get_rank()):
+    others |= {type(module) for module in modules.with_own("forward") if _of_others(module.forward)}
+    hooks = {_name(hook) for hook in modules.hooks() if _of_others(hook)}
+    if not (others or hooks) or (dist.is_initialized() and dist.get_rank()):
         return
-    _warn_of_code(tuple(sorted(f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__}" for owner in others)))
+    _warn_of_code(tuple(sorted(map(_name, others))), tuple(sorted(hooks)))
 
 
 @lru_cache(maxsize=64)  # Python forgets what it has warned of whenever a program changes its filters
-def _warn_of_code(names: tuple[str, ...]) -> None:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+def _warn_of_code(owners: tuple[str, ...], hooks: tuple[str, ...]) -> None:
+    told = " and ".join(_listed(what, names) for what, names in (("forward of", owners), ("hook", hooks)) if names)
     warnings.warn(
-        f"forward of {', '.join(names[:3])}{more} is not code of transformers: on split sequences it must change each "
+        f"{told} is not code of transformers: on split sequences it must change each "
         "token alone, or get other tokens by attention of transformers' registry. Compare the logits once with those "
         "of one process: docs/hugging_face.md, check_hugging_face.py",
         stacklevel=3,
     )
 
 
+def _listed(what: str, names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{what} {', '.join(names[:3])}{more}"
+
+
+def _name(code: Any) -> str:
+    """Return the name of a class, function or object that can be called, with that of its module."""
+    code = code.func if isinstance(code, partial) else code
+    named = code if hasattr(code, "__qualname__") else type(code)
+    return f"{named.__module__.rpartition('.')[2]}.{named.__qualname__}"
+
+
 def _of_others(function: object) -> bool:
-    """Return whether a function is defined outside of the packages that are known."""
-    return (getattr(function, "__module__", None) or "torch").partition(".")[0] not in _KNOWN
+    """Return whether a function, or one that it wraps, is defined outside of the packages that are known.
+
+    `functools.wraps` gives a wrapper the name of the wrapped function's module, but not its globals.
+    """
+    for _ in range(_WRAPPERS):
+        if isinstance(function, partial):
+            function = function.func
+            continue
+        if function is None:
+            break
+        module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+        package = (module or "torch").partition(".")[0]
+        if package not in _KNOWN and package not in sys.stdlib_module_names:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def require_rows(model: torch.nn.Module, largest: int | None) -> None:
@@ -211,9 +239,9 @@ def _is_tensor_parallel(modules: Modules, parts: list[PreTrainedModel]) -> bool:
     """
     if any((getattr(part, "_tp_size", None) or 1) > 1 for part in parts):
         return True
-    weights = [weight for module in modules.every if module._parameters for weight in module._parameters.values()]
+    weights = modules.weights()
     kinds = tuple(kind for kind in set(map(type, weights)) if issubclass(kind, DTensor))
-    meshes = {weight.device_mesh for weight in weights if type(weight) in kinds}
+    meshes = {weight.device_mesh for weight in weights if type(weight) in kinds} if kinds else set()
     is_gathered = bool(modules.of(FSDPModule))
     return any(mesh.size() > 1 and not (is_gathered and "tp" not in (mesh.mesh_dim_names or ())) for mesh in meshes)
 
@@ -225,7 +253,14 @@ def _other_media(model: PreTrainedModel) -> set[int]:
 
 
 def _problem(model: PreTrainedModel, modules: Modules, routed: bool) -> tuple[str, str] | None:
-    """Return why a model is not exact on split sequences, and the fix; None if it is exact."""
+    """Return why a model, or a part of one, is not exact on split sequences, and the fix; None if it is exact.
+
+    Args:
+        model: The model or part.
+        modules: Those of the whole model.
+        routed: See `require_splittable`.
+    """
+    own = modules.inside(model)
     config, another = model.config, "use another model"
     chosen, was_read = config._attn_implementation, is_read(model)
     if was_read and (changed := unread(type(model))) is not None:
@@ -241,23 +276,23 @@ def _problem(model: PreTrainedModel, modules: Modules, routed: bool) -> tuple[st
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         return f"it has layers of type {others[0]!r}", another
-    recurrent = mixers_of(modules)
+    recurrent = own(mixers_of(modules))
     if getattr(model, "_is_stateful", False) and not (recurrent or was_read):
         return "its layers carry a state from token to token", another
     if recurrent and getattr(model, "use_kernels", False):
         return "kernels of a hub may replace its recurrent layers", "use_kernels=False"
     if getattr(config, "alibi", False):
         return "its attention has a bias by distance (alibi)", another
-    if modules.having("create_position_ids_from_input_ids"):
+    if own(modules.having("create_position_ids_from_input_ids")):
         return "its positions begin behind the id of padding, and depend on where padding is", another
-    if convolutions := modules.of(nn.Conv1d):
+    if convolutions := own(modules.of(nn.Conv1d)):
         inside = {id(module) for mixer in recurrent for module in mixer.modules()}
         inside |= _other_media(model)
         mixing = next((module for module in convolutions if id(module) not in inside), None)
         if mixing is not None:
             name = next(name for name, module in model.named_modules() if module is mixing)
             return f"its convolution {name} reads neighbouring tokens", another
-    if any(module.training and module.layerdrop for module in modules.having("layerdrop")):
+    if any(module.training and module.layerdrop for module in own(modules.having("layerdrop"))):
         return "ranks would skip different layers at random, and wait for each other", "layerdrop=0.0 in its config"
     if getattr(config, "chunk_size_feed_forward", 0):
         return "its chunk_size_feed_forward divides the tokens of a rank", "config.chunk_size_feed_forward = 0"

@@ -4,7 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedModel
+
+_LOOKED_FOR = (
+    "forward",
+    "peft_config",
+    "rope_type",
+    "layerdrop",
+    "create_position_ids_from_input_ids",
+    "neftune_noise_alpha",
+)
+"""Attributes that checks look for in each call. They are found together: a look at all modules is most of the time."""
 
 
 class Modules:
@@ -14,23 +25,30 @@ class Modules:
     times as long, since each module comes through the generators of all that it is in.
 
     Attributes:
+        model: The module.
         every: All modules, each once, in the order of `torch.nn.Module.modules`.
         kinds: Their classes.
     """
 
-    __slots__ = ("every", "kinds")
+    __slots__ = ("_marked", "_own", "every", "kinds", "model")
 
     def __init__(self, model: object) -> None:
-        found: dict[torch.nn.Module | None, None] = {}
+        self.model = model
+        self._own: dict[Any, dict[str, Any]] = {}
+        """The attributes that each module has of its own."""
         waiting: list[torch.nn.Module | None] = [model] if isinstance(model, torch.nn.Module) else []
         while waiting:
             module = waiting.pop()
-            if module not in found:
-                found[module] = None
-                if module is not None and (inner := module._modules):
+            if module not in self._own and module is not None:
+                own = module.__dict__
+                if "_modules" not in own:  # of torch.jit.trace
+                    own = own | {"_modules": module._modules, "_parameters": module._parameters}
+                self._own[module] = own
+                if inner := own["_modules"]:
                     waiting.extend(reversed(inner.values()))
-        self.every: list[Any] = [module for module in found if module is not None]
+        self.every: list[Any] = list(self._own)
         self.kinds: set[type] = set(map(type, self.every))
+        self._marked: dict[Any, dict[str, Any]] | None = None
 
     def of(self, *kinds: type) -> list[Any]:
         """Return the modules of some classes, or of classes that derive from these."""
@@ -44,7 +62,47 @@ class Modules:
     def having(self, name: str) -> list[Any]:
         """Return the modules that have an attribute, of their own or of their class, which is no module or tensor."""
         kinds = {kind for kind in self.kinds if hasattr(kind, name)}
-        return [module for module in self.every if name in module.__dict__ or type(module) in kinds]
+        if not kinds:
+            return self.with_own(name)
+        return [module for module, own in self._own.items() if name in own or type(module) in kinds]
+
+    def with_own(self, name: str) -> list[Any]:
+        """Return the modules that have an attribute of their own, whatever their class has."""
+        if self._marked is None:
+            first, second, third, fourth, fifth, sixth = _LOOKED_FOR
+            self._marked = {
+                module: own
+                for module, own in self._own.items()
+                if first in own or second in own or third in own or fourth in own or fifth in own or sixth in own
+            }
+        looked_at = self._marked if name in _LOOKED_FOR else self._own
+        return [module for module, own in looked_at.items() if name in own]
+
+    def hooks(self) -> list[Callable[..., Any]]:
+        """Return what is called before and after the modules, also what torch calls for all modules."""
+        hooked = [own for own in self._own.values() if own["_forward_hooks"] or own["_forward_pre_hooks"]]
+        of_all = (_global_forward_hooks, _global_forward_pre_hooks)
+        held = (*of_all, *(own[name] for own in hooked for name in ("_forward_hooks", "_forward_pre_hooks")))
+        return [hook for hooks in held for hook in hooks.values()]
+
+    def weights(self) -> list[Any]:
+        """Return the parameters of all modules; None where a module has none of a name."""
+        return [weight for own in self._own.values() if (held := own["_parameters"]) for weight in held.values()]
+
+    def inside(self, part: object) -> Callable[[list[Any]], list[Any]]:
+        """Return a function that chooses those of some modules that are in a part of the model."""
+        if part is self.model:
+            return list
+        within: list[set[Any]] = []
+
+        def chosen(found: list[Any]) -> list[Any]:
+            if not found:  # most often: then the part is not looked at
+                return found
+            if not within:
+                within.append(set(Modules(part).every))
+            return [module for module in found if module in within[0]]
+
+        return chosen
 
 
 def models_in(model: object) -> list[PreTrainedModel]:

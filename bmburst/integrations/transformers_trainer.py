@@ -5,13 +5,13 @@ the mean over its own labels, and an evaluation has one loss per rank. `share_ba
 `SplitBatches` all three. docs/hugging_face.md is the guide.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -23,6 +23,7 @@ from bmburst.integrations.trainer_decisions import DecidesTogether
 from bmburst.integrations.transformers import Part, SplitSequences
 from bmburst.integrations.transformers_models import require_next_token_loss, require_splittable
 from bmburst.integrations.transformers_router import asks_router_loss, require_router_loss
+from bmburst.integrations.transformers_streams import Stream, is_stream, stream_loader
 from bmburst.mesh import Mesh, require_mesh
 
 __all__ = ["SplitBatches", "share_batches"]
@@ -39,27 +40,37 @@ def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
     """Make a loader read the batches of this rank's sequence group instead of those of the rank, and return it.
 
     Groups read the batches that as many single ranks would read. If all ranks share each sequence, the batches are
-    those of one process.
+    those of one process. Batches of an iterable data set are read by rank 0, which sends them; use the loader that is
+    returned then, which is another one.
 
     Args:
-        loader: The result of `Accelerator.prepare` for a loader whose data set has a length.
+        loader: The result of `Accelerator.prepare`.
         mesh: The ranks.
 
     Raises:
-        UserError: `mesh` is not a mesh, or the loader does not assign batches to ranks: its data set has no length, its
-            batches come from one rank (`dispatch_batches`) or are split (`split_batches`), or accelerate did not
-            prepare it. Or some groups would have one batch more than others (`even_batches=False`).
+        UserError: `mesh` is not a mesh, or the loader does not assign batches to ranks: its batches are split
+            (`split_batches`), those of a data set with a length come from one rank (`dispatch_batches`), an iterable
+            data set of `datasets` was divided into shards by accelerate, or accelerate did not prepare it. Or some
+            groups would have one batch more than others (`even_batches=False`).
     """
     require_mesh(mesh, "bmburst.Mesh.over_process_group(), after init_process_group", "transformers'")
-    if mesh.world.size == 1:
+    return _shared(loader, mesh, by_rank=not isinstance(loader, DataLoaderDispatcher))
+
+
+def _shared(loader: DataLoader[Any], mesh: Mesh, *, by_rank: bool) -> DataLoader[Any]:
+    """See `share_batches`; `by_rank` is that of `Stream`."""
+    if mesh.world.size == 1 or isinstance(loader.dataset, Stream):
         return loader
+    if is_stream(loader):
+        return stream_loader(loader, mesh, by_rank=by_rank)
     batches = loader.batch_sampler
     if not isinstance(batches, BatchSamplerShard) or batches.split_batches or batches.batch_sampler is None:
         raise UserError(
             f"batches of {type(loader.dataset).__name__} cannot be shared by the ranks of a sequence\n"
-            "allowed: a loader from Accelerator.prepare whose data set has a length\n"
-            "fix: leave out dispatch_batches and split_batches; read an iterable data set into a list or a Dataset; "
-            "where its elements are batches, batch_size=1 and collate_fn=lambda batches: batches[0] for batch_size=None"
+            "allowed: a loader from Accelerator.prepare\n"
+            "fix: leave out split_batches and use_stateful_dataloader; DataLoaderConfiguration(dispatch_batches=True) "
+            "for an iterable data set, and only for it; where elements are batches, batch_size=1 and "
+            "collate_fn=lambda batches: batches[0] for batch_size=None"
         )
     groups = mesh.shape.data
     count = batches.total_length if has_length(batches.batch_sampler) else None
@@ -104,7 +115,9 @@ class SplitBatches(DecidesTogether):
         self._trainer: Any = self  # untyped access to the Trainer's attributes
         self._labels = torch.zeros(split.mesh.shape.data, dtype=torch.int64)
         """Labels of the last batch of each sequence group in an evaluation."""
-        self._without_labels = self._last = self._last_trained = 0
+        self._without_labels = 0
+        self._last: Callable[[], int] = int
+        self._last_trained: Callable[[], int] = int
         self._is_of_group = kind == "SFTTrainer"
         """Whether an evaluation averages the mean losses of groups, as TRL; or counts the labels of all groups."""
         require_understood(self, [name for name, value in options.items() if value is not None])
@@ -113,21 +126,53 @@ class SplitBatches(DecidesTogether):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the Trainer's own loader, with the batches of this sequence group."""
-        loader = share_batches(super().get_train_dataloader(), self.split.mesh)  # type: ignore[misc]
+        loader = self._of_group(super().get_train_dataloader)  # type: ignore[misc]
         reader: Any = getattr(loader, "base_dataloader", loader)  # what accelerate's loader starts workers of
         seeded = reader.worker_init_fn
         if isinstance(seeded, partial) and seeded.func is seed_worker:  # what workers draw is part of the batch
             reader.worker_init_fn = partial(seeded, rank=self.split.mesh.data_rank)
-        self._last_trained = _last_samples(loader, self.split.mesh.shape.data)
+        self._last_trained = self._last_samples(loader)
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return the Trainer's own loader, with the batches of this sequence group."""
-        return share_batches(super().get_eval_dataloader(eval_dataset), self.split.mesh)  # type: ignore[misc]
+        return self._of_group(super().get_eval_dataloader, eval_dataset)  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """Return the Trainer's own loader, with the batches of this sequence group."""
-        return share_batches(super().get_test_dataloader(test_dataset), self.split.mesh)  # type: ignore[misc]
+        return self._of_group(super().get_test_dataloader, test_dataset)  # type: ignore[misc]
+
+    def _of_group(self, make: Callable[..., DataLoader[Any]], *arguments: Any) -> DataLoader[Any]:
+        """Return a loader of the Trainer with the batches of this sequence group.
+
+        With `dispatch_batches=False`, which SFTTrainer sets, accelerate would give shards of iterable data sets to
+        ranks, so that those of a group would read different ones.
+        """
+        config = self._trainer.accelerator.dataloader_config
+        asked, mesh = config.dispatch_batches, self.split.mesh
+        if asked is False and mesh.world.size > 1:
+            config.dispatch_batches = None  # the same for data sets with a length
+        try:
+            return _shared(make(*arguments), mesh, by_rank=asked is False)
+        finally:
+            config.dispatch_batches = asked
+
+    def _last_samples(self, loader: DataLoader[Any]) -> Callable[[], int]:
+        """Return what says, at the last batch, how many samples all groups have in it; 0 if each counts as full."""
+        stream = loader.dataset
+        if isinstance(stream, Stream):
+            return lambda: stream.last
+        if not has_length(loader.dataset):  # on one rank, on which accelerate counts
+            state = self._trainer.accelerator.gradient_state
+            return lambda: max(0, state.remainder)
+        number = _last_samples(loader, self.split.mesh.shape.data)
+        return lambda: number
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Return the number of samples of a loader's data set."""
+        stream = dataloader.dataset
+        found: int = len(stream.source) if isinstance(stream, Stream) else super().num_examples(dataloader)  # type: ignore[misc]
+        return found
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
@@ -162,8 +207,6 @@ class SplitBatches(DecidesTogether):
         if isinstance(part, Part):
             steps = self._trainer.current_gradient_accumulation_steps
             valid = num_items_in_batch
-            if self._is_of_group and valid is not None:  # TRL's loss of a step without any label is 0
-                valid = valid.clamp(min=1)
             loss = self._part_loss(model, part, valid, steps)
         else:
             loss = self._group_loss(model, inputs)
@@ -186,7 +229,8 @@ class SplitBatches(DecidesTogether):
     ) -> Any:
         """Run the Trainer's evaluation loop with one loss per sequence group, instead of one per rank.
 
-        Batches without labels have no loss. If there are any, `eval_batches_without_labels` is their number.
+        Batches without labels have no loss, and the loss 0 with TRL's SFTTrainer. If there are any,
+        `eval_batches_without_labels` is their number.
 
         Raises:
             UserError: Predictions are requested.
@@ -197,7 +241,7 @@ class SplitBatches(DecidesTogether):
                 "fix: trainer.evaluate(), which gives the loss; or bmburst.integrations.transformers_cache.generate"
             )
         self._trainer.gather_function = self._gather_groups  # the loop resets it
-        self._last = _last_samples(dataloader, self.split.mesh.shape.data)
+        self._last = self._last_samples(dataloader)
         self._without_labels = 0
         with still_to_be_prepared(self._trainer):
             output = super().evaluation_loop(  # type: ignore[misc]
@@ -240,6 +284,8 @@ class SplitBatches(DecidesTogether):
         self, model: torch.nn.Module, part: Part, valid: Tensor | None, steps: int = 1, scale: Tensor | float = 1.0
     ) -> Tensor:
         """Return this rank's loss of a part, with the router's loss that TRL would add in one of `steps`; log that."""
+        if self._is_of_group and valid is not None:  # TRL's loss of a step or batch without any label is 0
+            valid = valid.clamp(min=1)
         if not _has_router(self._trainer):
             return part.loss(model, valid) * scale
         loss, share = part.losses(model, valid, output_router_logits=True)
@@ -252,10 +298,10 @@ class SplitBatches(DecidesTogether):
         coefficient: float = self._trainer.router_aux_loss_coef
         return loss * scale + mesh.sequence.size * coefficient / steps * share
 
-    def _kept(self, gathered: Tensor, last: int) -> Tensor:
-        """Return what accelerate keeps of gathered values: in the last batch, as many as there are samples, `last`."""
+    def _kept(self, gathered: Tensor, last: Callable[[], int]) -> Tensor:
+        """Return what accelerate keeps of gathered values: in the last batch, as many as `last` returns samples."""
         is_last = self._trainer.accelerator.gradient_state.end_of_dataloader
-        return gathered.flatten()[: last if is_last and last else None]
+        return gathered.flatten()[: (last() or None) if is_last else None]
 
     def _gather_groups(self, losses: Tensor) -> Tensor:
         """Return the losses of all sequence groups, without those of samples that only fill the last batch.
@@ -265,9 +311,8 @@ class SplitBatches(DecidesTogether):
         if losses.dim() > 1:  # inputs, with include_for_metrics="inputs": no metric reads them
             return losses
         (gathered,) = self.split.mesh.data.all_gather(losses).wait()
-        has_labels = (self._labels > 0).expand(len(losses), -1).T
-        counts = self._kept(has_labels if self._is_of_group else has_labels.any().expand_as(has_labels), self._last)
-        return self._kept(gathered, self._last)[counts]
+        kept = self._kept(gathered, self._last)
+        return kept if self._is_of_group or self._labels.any() else kept[:0]
 
 
 def require_split(split: object) -> None:
@@ -305,10 +350,10 @@ def still_to_be_prepared(trainer: Any) -> Iterator[None]:
 
 
 def _last_samples(loader: DataLoader[Any], groups: int) -> int:
-    """Return how many samples all groups have in the last batch; 0 if it is full, or of a number that is not known."""
+    """Return how many samples all groups have in the last batch of a data set with a length; 0 if it is full."""
     batches = loader.batch_sampler
     size = getattr(batches, "batch_size", None)
-    if size is None or getattr(batches, "drop_last", False) or not has_length(loader.dataset):
+    if size is None or getattr(batches, "drop_last", False):
         return 0
     samples: int = len(loader.dataset) % (size * groups)  # type: ignore[arg-type]
     return samples
@@ -385,6 +430,11 @@ def require_known_engine(trainer: Any) -> None:
         raise UserError(
             f"parallelism_config would split batches or matrices a second time: {told}\n"
             "allowed: 1 each\nfix: leave them out; SplitSequences(mesh) splits the sequences"
+        )
+    if trainer.accelerator.split_batches and trainer.accelerator.num_processes > 1:
+        raise UserError(
+            "split_batches would divide the samples of a batch by rank, but ranks of a sequence read the same ones\n"
+            "allowed: False\nfix: leave it out of accelerator_config; per_device_train_batch_size is that of a group"
         )
     if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
         engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP version 1"

@@ -95,29 +95,42 @@ def test_weights_that_are_split_after_the_first_call() -> None:
         part.loss(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_modules_are_those_that_torch_finds() -> None:
     model: Any = peft.get_peft_model(tiny.transformers_model("qwen3"), peft.LoraConfig(target_modules="all-linear"))
     model.shared, model.none = _layer(model.base_model.model), None
     modules = Modules(model)
     assert modules.every == list(model.modules())
     assert modules.of(nn.Linear) == [module for module in model.modules() if isinstance(module, nn.Linear)]
+    traced = nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))  # has its modules in C++
+    assert Modules(traced).every == list(traced.modules()) and len(Modules(traced).weights()) == 2
     assert modules.having("rope_type") == [model.base_model.model.model.rotary_emb]
     assert modules.having("peft_config")[0] is model
-    assert Modules("model").every == []
+    assert {*map(id, modules.weights())} - {id(None)} == {*map(id, model.parameters())}
+    inner = model.base_model.model.model.layers[0]
+    assert modules.inside(inner)(modules.of(nn.Linear)) == Modules(inner).of(nn.Linear)
+    assert modules.inside(model)(modules.of(nn.Linear)) == modules.of(nn.Linear)
+    assert Modules("model").every == Modules("model").hooks() == []
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "lora"])
 def test_the_checks_of_a_call_do_not_grow_by_generators_of_each_module(
     adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`named_modules` calls itself for every module: 20 uses of it took 9 ms of the host for 32 layers."""
+    """`named_modules` calls itself for every module: 20 uses of it took 9 ms of the host for 32 layers.
+
+    A look at all modules takes half a millisecond with LoRA, so the parts of a model are not looked at one by one.
+    """
     register()
     part, calls, own = SplitSequences(mesh_of()).part(IDS), [], nn.Module.named_modules
+    found: Any = Modules.__init__
 
     def counted(self: nn.Module, *args: Any, **options: Any) -> Any:
         calls.append(self)
         return own(self, *args, **options)
 
+    looks = []
+    monkeypatch.setattr(Modules, "__init__", lambda self, *given: (looks.append(self), found(self, *given))[1])
     counts = []
     for layers in (1, 4):
         model: Any = tiny.transformers_model("qwen3", attention="bmburst", num_hidden_layers=layers)
@@ -126,7 +139,9 @@ def test_the_checks_of_a_call_do_not_grow_by_generators_of_each_module(
         part.loss(model)
         monkeypatch.setattr(nn.Module, "named_modules", counted)
         calls.clear()
+        looks.clear()
         part.loss(model)
         counts.append(len(calls))
         monkeypatch.setattr(nn.Module, "named_modules", own)
     assert counts[0] == counts[1] < 30, counts
+    assert len(looks) <= 2, looks

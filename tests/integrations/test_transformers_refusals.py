@@ -2,7 +2,6 @@
 
 import copy
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from bmburst.integrations.transformers_cache import SplitCache, generate
 from tests import tiny
 from tests.distributed.threads import mesh_of, on_ranks, run_ranks
 from tests.integrations import transformers_program as program
-from tests.refusals import refused, says
+from tests.refusals import refused
 
 IDS = torch.arange(3, 14).expand(2, -1)
 
@@ -48,33 +47,6 @@ def test_a_model_without_a_head() -> None:
     for call in (_part().loss, _part().logits):
         with refused("LlamaModel returns no logits | AutoModelForCausalLM"):
             call(model)
-
-
-class Shifted(nn.Linear):
-    """Code of nobody's: it reads the token before."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
-
-
-def test_code_of_others_is_named_once(recwarn: pytest.WarningsRecorder) -> None:
-    """It may mix the tokens of a rank, as this one does."""
-    part, model = _part(), _model("llama").eval()
-    derived = type("Derived", (type(model),), {})  # without code of its own
-    model.__class__ = derived
-    part.logits(model)
-    assert not [each for each in recwarn if "not code of transformers" in str(each.message)]
-    one, other = model.model.layers[1].mlp.up_proj, model.model.layers[0].mlp
-    changes = (lambda: setattr(one, "__class__", Shifted), lambda: setattr(other, "forward", lambda x: x.cumsum(1)))
-    for change in changes:
-        change()
-        for _ in range(2):
-            part.logits(model)
-            with warnings.catch_warnings():  # as torch and others do: Python forgets what it has warned of
-                pass
-    first, second = [str(each.message) for each in recwarn if "not code of transformers" in str(each.message)]
-    says(first, "test_transformers_refusals.Shifted", "one process", "check_hugging_face.py")
-    says(second, "modeling_llama.LlamaMLP, test_transformers_refusals.Shifted")
 
 
 def _headed(kind: str, **options: Any) -> PreTrainedModel:

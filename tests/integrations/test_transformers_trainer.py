@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
@@ -24,6 +24,7 @@ from bmburst.integrations.transformers_trainer import SplitBatches, _require_pla
 from tests import tiny
 from tests.distributed.threads import mesh_of, run_ranks
 from tests.integrations.transformers_grpo_program import tokenizer
+from tests.integrations.transformers_trainer_program import Stream
 from tests.refusals import refusal_of, refused, says
 
 ROWS = [{"input_ids": [3, 4, 5, 6]}] * 4
@@ -193,6 +194,14 @@ def test_sequences_are_not_split_twice(tmp_path: Path, monkeypatch: pytest.Monke
         _require_plain(trainer)
 
 
+def test_batches_are_not_split_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the training; on one process nothing is split."""
+    trainer = _trainer(tmp_path, args={"accelerator_config": {"split_batches": True}})
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with refused("split_batches | by rank | fix: | accelerator_config"):
+        _require_plain(trainer)
+
+
 def test_predictions(tmp_path: Path) -> None:
     with refused("predictions | logits | trainer.evaluate()"):
         _trainer(tmp_path).predict(ROWS)
@@ -223,41 +232,48 @@ def test_keys_that_are_not_read(tmp_path: Path, key: str) -> None:
             run()
 
 
-def test_an_incomplete_last_batch_on_one_rank(tmp_path: Path) -> None:
-    """Its loss has the weight of its samples, as in transformers."""
+@pytest.mark.parametrize("stream", [None, {}, {"accelerator_config": {"dispatch_batches": False}}])
+def test_an_incomplete_last_batch_on_one_rank(tmp_path: Path, stream: dict[str, Any] | None) -> None:
+    """Its loss has the weight of its samples, as in transformers; there not with dispatch_batches=False of a stream."""
     rows = [{"input_ids": list(range(1, 9 + 5 * i))} for i in range(5)]
-    args = {"per_device_eval_batch_size": 3}
-    ours = _trainer(tmp_path, args=args, eval_dataset=rows)
+    data: Any = rows if stream is None else Stream(rows)
+    args = {"per_device_eval_batch_size": 3, **(stream or {})}
+    ours = _trainer(tmp_path, args=args, eval_dataset=data)
     model = tiny.transformers_model(attention="sdpa", use_cache=False)
     given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **args)
-    theirs = Trainer(model, given, DataCollatorWithFlattening(), eval_dataset=rows)
+    theirs = Trainer(model, given, DataCollatorWithFlattening(), eval_dataset=data)
     assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
 
 
-def test_an_evaluation_without_any_label(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, args={"per_device_eval_batch_size": 1}, eval_dataset=[{"input_ids": [3]}] * 3)
-    found = trainer.evaluate()
-    assert math.isnan(found["eval_loss"]) and found["eval_batches_without_labels"] == 3
-
-
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-def test_a_step_without_any_label(tmp_path: Path, kind: type) -> None:
-    """Its loss is that of the trainer: NaN, and 0 under TRL."""
-    rows = [{"input_ids": [3, 4, 5, 6], "labels": [3, -100, -100, -100]}] * 2  # no token predicts the first one
-    losses = []
+def test_without_any_label(tmp_path: Path, kind: type) -> None:
+    """The loss of a step, of a batch of an evaluation and of a whole one: none or NaN, and 0 under TRL."""
+    none = {"input_ids": [3, 4, 5, 6], "labels": [3, -100, -100, -100]}  # no token predicts the first one
+    some = none | {"labels": [3, 4, -100, 6]}
+    register()
+    found: list[list[float]] = []
     for is_split in (False, True):
         config = SFTConfig if kind is SFTTrainer else TrainingArguments
         fields = {"max_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none", "logging_nan_inf_filter": False}
         trainer: Any = (type("Split", (SplitBatches, kind), {}) if is_split else kind)(
             model=tiny.transformers_model(attention="bmburst" if is_split else "sdpa", use_cache=False),
-            args=config(output_dir=str(tmp_path), logging_steps=1, **fields),
-            train_dataset=Dataset.from_list(rows),
+            args=config(output_dir=str(tmp_path), logging_steps=1, per_device_eval_batch_size=1, **fields),
+            train_dataset=Dataset.from_list([none] * 2),
+            eval_dataset={"none": Dataset.from_list([none] * 3), "some": Dataset.from_list([none, some, none])},
             **({"split": SplitSequences(mesh_of())} if is_split else {}),
             **({"processing_class": tokenizer()} if kind is SFTTrainer else {}),
         )
+        trainer.args.logging_nan_inf_filter = True  # as it is by default, of the evaluation
+        evaluated = trainer.evaluate()
+        if is_split:
+            counts = [evaluated[f"eval_{name}_batches_without_labels"] for name in ("none", "some")]
+            assert counts == [3, 2]
+        trainer.args.logging_nan_inf_filter = False
         trainer.train()
-        losses.append(next(line["loss"] for line in trainer.state.log_history if "loss" in line))
-    assert losses == pytest.approx([0.0 if kind is SFTTrainer else math.nan] * 2, nan_ok=True)
+        losses = [evaluated["eval_none_loss"], evaluated["eval_some_loss"]]
+        found.append([*losses, next(line["loss"] for line in trainer.state.log_history if "loss" in line)])
+    assert found[1] == pytest.approx(found[0], nan_ok=True)
+    assert [found[0][0], found[0][2]] == pytest.approx([0.0 if kind is SFTTrainer else math.nan] * 2, nan_ok=True)
 
 
 class _Endless(IterableDataset[dict[str, Any]]):
@@ -273,13 +289,14 @@ def test_elements_that_are_batches() -> None:
         says(told, "cannot be shared | fix: | batch_size=1 | batch_size=None")
 
 
-@pytest.mark.parametrize("rows", [_Endless(), ROWS], ids=["without a length", "not prepared"])
-def test_loaders_that_do_not_go_by_rank(rows: Any) -> None:
-    loader: DataLoader[Any] = DataLoader(rows)
-    if rows is not ROWS:
-        loader = Accelerator(cpu=True).prepare(loader)
+@pytest.mark.parametrize("dispatch", [True, False], ids=["from one rank", "not prepared"])
+def test_loaders_that_do_not_go_by_rank(dispatch: bool) -> None:
+    loader: DataLoader[Any] = DataLoader(ROWS)
+    if dispatch:
+        config = DataLoaderConfiguration(dispatch_batches=True)
+        loader = Accelerator(cpu=True, dataloader_config=config).prepare(loader)
     for told in run_ranks(2, lambda world: refusal_of(share_batches, loader, mesh_of(world))):
-        says(told, type(rows).__name__, "Accelerator.prepare | has a length | fix: ")
+        says(told, "list cannot be shared | Accelerator.prepare | dispatch_batches | only for | fix: ")
 
 
 def test_groups_of_which_one_would_read_a_batch_more() -> None:

@@ -1,7 +1,7 @@
 """A Trainer, and loops of one's own, on the ranks of one job. Rank 0 leaves what every rank saw."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     DataCollatorWithFlattening,
     PreTrainedModel,
@@ -49,6 +49,16 @@ class SplitTrainer(SplitBatches, Trainer):
     pass
 
 
+class Stream(IterableDataset[dict[str, Any]]):
+    """Samples that can only be read in order."""
+
+    def __init__(self, samples: list[dict[str, Any]]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.samples)
+
+
 COMMON: dict[str, Any] = {
     **{"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"},
     **{"lr_scheduler_type": "constant", "logging_steps": 1},
@@ -61,11 +71,12 @@ def trainer(folder: Path, split: SplitSequences | None, collator: Any = None, **
     """Return a Trainer: transformers' own, or split. Two micro-batches of one sample are a step."""
     arguments = COMMON | {"max_steps": 3, "learning_rate": 1e-2} | options
     args = TrainingArguments(output_dir=str(folder), per_device_train_batch_size=1, **arguments)
+    data: Any = Stream if options.get("neftune_noise_alpha") else list
     made: dict[str, Any] = {
         "model": tiny.transformers_model("qwen3", attention="bmburst" if split else "sdpa", use_cache=False),
         "args": args,
-        "train_dataset": TRAINED,
-        "eval_dataset": EVALUATED,
+        "train_dataset": data(TRAINED),
+        "eval_dataset": data(EVALUATED),
         "data_collator": collator or DataCollatorWithFlattening(),
     }
     return SplitTrainer(split=split, **made) if split else Trainer(**made)
@@ -110,7 +121,7 @@ def trained(name: str, folder: Path, split: SplitSequences | None) -> dict[str, 
         "tokens": made.state.num_input_tokens_seen,
         "flos": made.state.total_flos,
         "samples": made.get_total_train_batch_size(made.args),
-        "seed of workers": made.get_train_dataloader().base_dataloader.worker_init_fn.keywords["rank"],
+        "seed of workers": getattr(made.get_train_dataloader().base_dataloader.worker_init_fn, "keywords", None),
         "weights": {name: whole_weight(weight) for name, weight in made.model.named_parameters()},
     }
 
@@ -119,13 +130,18 @@ class SplitTuner(SplitBatches, SFTTrainer):  # type: ignore[misc]
     pass
 
 
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single letters."""
+    letters = Tokenizer(models.WordLevel({chr(i + 64): i for i in range(50)}, unk_token="@"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="A", pad_token="A", unk_token="@")
+
+
 def routed(folder: Path, split: SplitSequences | None) -> dict[str, Any]:
     """Train and evaluate a model with experts, with TRL's loss of its router: padded batches, a last one that is short.
 
     The coefficient is not that of the model's configuration.
     """
-    letters = Tokenizer(models.WordLevel({chr(i + 64): i for i in range(50)}, unk_token="@"))
-    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     texts = ["BCDEFGHIJKLMNOPQRSTUVWX"[3 * i % 11 :][: 5 + 4 * i % 9] for i in range(17)]
     arguments = SFTConfig(
         output_dir=str(folder),
@@ -143,7 +159,7 @@ def routed(folder: Path, split: SplitSequences | None) -> dict[str, Any]:
         args=arguments,
         train_dataset=Dataset.from_list([{"text": text} for text in texts[:9]]),
         eval_dataset=Dataset.from_list([{"text": text} for text in texts[10:]]),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="A", pad_token="A", unk_token="@"),
+        processing_class=tokenizer(),
         **({"split": split} if split else {}),
     )
     made.train()
