@@ -69,12 +69,7 @@ class Modules:
     def with_own(self, name: str) -> list[Any]:
         """Return the modules that have an attribute of their own, whatever their class has."""
         if self._marked is None:
-            first, second, third, fourth, fifth, sixth = _LOOKED_FOR
-            self._marked = {
-                module: own
-                for module, own in self._own.items()
-                if first in own or second in own or third in own or fourth in own or fifth in own or sixth in own
-            }
+            self._marked = {module: own for module, own in self._own.items() if not own.keys().isdisjoint(_LOOKED_FOR)}
         looked_at = self._marked if name in _LOOKED_FOR else self._own
         return [module for module, own in looked_at.items() if name in own]
 
