@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.attention.cells import Cell, sizes
+from benchmarks.attention.cells import Cell, mask_of, sizes
 from benchmarks.attention.method import LocalKernel, Setting, both, forward_without_grad, prepare
 from benchmarks.attention.methods import all_methods
 from benchmarks.attention.packages import flash_attention_2
 from benchmarks.engine.machine import RankGroup
 from bmburst.errors import UserError
-from tests.benchmarks.masked import visible
 from tests.distributed.processes import on_processes
+from tests.mask_oracle import visible
 
 METHODS = all_methods("cpu")
 PEERS = ("ulysses", "ring-li-2021")
@@ -35,7 +35,8 @@ def cell(method, ranks, **changes):
 
 def definition(q, k, v, grad, seen):
     """O, dQ, dK, dV by torch's own attention, under a mask of the suite or `[queries, keys]`."""
-    seen = visible(seen, q.shape[1]) if isinstance(seen, str) else seen
+    if isinstance(seen, str):
+        seen = torch.from_numpy(visible(mask_of(seen, q.shape[1]), q.shape[1]))
     whole = [t.detach().transpose(1, 2).requires_grad_() for t in (q, k, v)]
     out = scaled_dot_product_attention(*whole, attn_mask=seen, enable_gqa=True)
     out.backward(grad.transpose(1, 2))

@@ -204,8 +204,6 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
     ("argv", "words"),
     [
         (["--preset", "lama-tiny"], "preset | 'lama-tiny' | 'llama-tiny'"),
-        (["--presett", "x"], "'--presett' | '--preset'"),
-        (["--lr", "1"], "'--lr' | '--optimizer.lr'"),
         (["--optimizer.lrr", "1"], "'--optimizer.lrr' | '--optimizer.lr'"),
         (["--step", "1"], "'--step' | '--steps'"),
         (["--layout", "zig"], "layout | 'zig' | balanced, contiguous, striped, zigzag"),
