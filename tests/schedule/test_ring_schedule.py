@@ -86,14 +86,6 @@ def test_schedule_is_exactly_the_mask(seed):
         assert set(distances(layout, length, mask, ring_tensors)) == worked
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
-@pytest.mark.parametrize("size", [2, 5])
-@pytest.mark.parametrize("mask", [Causal(), Full(), PrefixLM(11), SlidingWindow(6)], ids=str)
-def test_plain_masks_at_every_length(name, size, mask):
-    for length in range(size, 9 * size, 3):
-        check_every_pair(padded_layout(name, size, length, mask), length, mask, "kv")
-
-
 @dataclass(frozen=True, slots=True)
 class Lopsided(Layout):
     """Runs of unlike lengths that interleave: what the layouts of the package never need, and another may."""
