@@ -19,7 +19,7 @@ from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
 from bmburst.record_format import RecordFormat
 from bmburst.train.config import EvalConfig
-from bmburst.train.sources import check_sources, hold_records
+from bmburst.train.sources import check_sources
 
 if TYPE_CHECKING:
     from bmburst.train.evaluate import PositionBin
@@ -148,7 +148,10 @@ def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> 
             f"fix: correct the path of --checkpoint{hub_fix(config.checkpoint)}"
         )
     check_sources(config.data, config)
-    if hold_records(config.data, config):
+    from bmburst.data import are_records
+    from bmburst.data.mixture import sources_of
+
+    if any(are_records(each.path, each.form(config)) for each in sources_of(config.data)):
         values = {"pack": "documents", **values}
     if config.by_position:
         _outputs(config)

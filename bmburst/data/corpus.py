@@ -68,20 +68,22 @@ def find_corpus(
 
 def are_records(source: str | Path, form: RecordFormat) -> bool:
     """Return whether a source contains records or is a token file of records; False if it cannot be read."""
-    try:
-        if is_token_file(Path(source)):
-            return TokenFile.open(source).loss_mask is not None
-        return hold_records(find_sources([source]), form)
-    except (OSError, UserError):
-        return False
+    return _is_told(source, lambda file: file.loss_mask is not None, lambda files: hold_records(files, form))
 
 
 def have_groups(source: str | Path, form: RecordFormat) -> bool:
     """Return whether records of a source have several answers to a prompt; False if it cannot be read."""
+    return _is_told(source, lambda file: file.groups, lambda files: hold_groups(files, form))
+
+
+def _is_told(
+    source: str | Path, by_tokens: Callable[[TokenFile], bool], by_files: Callable[[Sequence[SourceFile]], bool]
+) -> bool:
+    """Return what a token file or the first lines of files say; False for the standard library and on errors."""
+    if source == STANDARD_LIBRARY:
+        return False
     try:
-        if is_token_file(Path(source)):
-            return TokenFile.open(source).groups
-        return hold_groups(find_sources([source]), form)
+        return by_tokens(TokenFile.open(source)) if is_token_file(Path(source)) else by_files(find_sources([source]))
     except (OSError, UserError):
         return False
 

@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+BFLOAT16 = (8, 0)  # the least compute capability of GPUs that have it: Ampere
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
 _NAME = 256  # bytes for the name of a GPU
 _BUILD = re.compile(r"^cuda\b.*= *['\"](\d+)\.", re.MULTILINE)  # of torch/version.py, which torch's build writes

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from bmburst.errors import UserError
-from bmburst.launch.devices import Gpu
+from bmburst.launch.devices import BFLOAT16, Gpu
 from bmburst.recompute.policy import AUTO, POLICIES
 from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.schedule.parallelism import divisors
@@ -19,7 +19,6 @@ from bmburst.train.config import TrainConfig
 if TYPE_CHECKING:
     from bmburst.plan.candidates import Candidate
 
-_AMPERE = (8, 0)
 GAIN = 0.01
 """Fraction of the time that a way must save over simpler ones."""
 LEVELS: tuple[Literal[2, 3], ...] = (3, 2)
@@ -32,7 +31,7 @@ def defaults_of(gpus: Sequence[Gpu]) -> dict[str, str]:
     """Return the values of fields that are not given, for a new run on these GPUs."""
     if not gpus:
         return {}
-    have_bfloat16 = min(gpu.capability for gpu in gpus) >= _AMPERE
+    have_bfloat16 = min(gpu.capability for gpu in gpus) >= BFLOAT16
     return {"recompute": AUTO, **({"dtype": "bfloat16"} if have_bfloat16 else {})}
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from bmburst_ops.machine import Machine
 
-_AMPERE = (8, 0)
 _UNDECIDED = "block-keep-attention"
 _PROCESS = 1 << 27  # bytes that no two ranks share after their imports; measured: 160 MB
 
@@ -271,7 +270,7 @@ def require_dtype(dtype: str, device: "torch.device", machine: "Machine | None" 
 
     machine = machine or HERE
     found = machine.capability(device)
-    if found < _AMPERE:
+    if found < devices.BFLOAT16:
         raise UserError(
             f"dtype bfloat16 does not work on {machine.gpu(device)} (compute capability "
             f"{'.'.join(map(str, found))})\nallowed: float16, float32\n"

@@ -29,7 +29,7 @@ from bmburst.schedule.pipeline import default_batch
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import require_wandb
 from bmburst.train.sections import STANDARD_LIBRARY
-from bmburst.train.sources import check_sources, have_groups, hold_records, require_filled, sources_in
+from bmburst.train.sources import check_sources, require_filled
 
 CONFIG_FILE = "config.json"
 _LONGEST = "max_position_embeddings"
@@ -420,17 +420,16 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
     source, folder = values.get("source", STANDARD_LIBRARY), given.get("init_from")
     if not isinstance(source, str | Path):
         return  # the check of the fields raises
-    try:
-        sources = sources_in(str(source))
-    except (OSError, UserError):
-        return  # the check of the paths raises
+    from bmburst.data import are_records, have_groups
+    from bmburst.data.mixture import sources_of
+
     try:
         form = build_config(RecordFormat, {key: each for key, each in values.items() if key in _RECORD_FIELDS})
-    except UserError:
-        return  # the check of the fields raises
-    have_records = hold_records(str(source), form)
-    if have_records and "pack" not in given:
-        given["pack"] = _pack_of_prompts(given) if any(have_groups(each, form) for each in sources) else "documents"
+        asked = [(each.path, each.form(form)) for each in sources_of(str(source))]
+    except (OSError, UserError):
+        return  # the checks of the paths and of the fields raise
+    if "pack" not in given and any(are_records(*each) for each in asked):
+        given["pack"] = _pack_of_prompts(given) if any(have_groups(*each) for each in asked) else "documents"
     if folder is None or values.get("tokenizer") is not None:
         return
     if (own := _tokenizer_of(folder)) is not None:

@@ -1,19 +1,14 @@
-"""Checks the sources of a run's data, and says what kind of records they hold.
+"""Checks the sources of a run's data.
 
 Its top imports no numpy, which --help does not need: functions import what does.
 """
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bmburst.errors import UserError, fix_of_missing
 from bmburst.record_format import RecordFormat
 from bmburst.train.sections import STANDARD_LIBRARY
-
-if TYPE_CHECKING:
-    from bmburst.data.mixture import Source
-
 
 PLACEHOLDER = "PATH/TO/"
 """Prefix of paths in recipes that the user must replace."""
@@ -30,7 +25,9 @@ def require_filled(name: str, value: object, option: str) -> None:
 
 def check_sources(source: str, form: RecordFormat) -> None:
     """Call `check_data_path` for a source, or for all sources of a mixture."""
-    for each in sources_in(source):
+    from bmburst.data.mixture import sources_of
+
+    for each in sources_of(source):
         check_data_path(each.path, each.form(form))
 
 
@@ -75,30 +72,3 @@ def check_data_path(source: str, form: RecordFormat) -> None:
 
     if not is_token_file(path) and not records.hold_records(files := find_sources([path]), form):
         check_beginnings(files, text_field=form.text_field)
-
-
-def hold_records(source: str, form: RecordFormat) -> bool:
-    """Return whether a source, or one of a mixture, has records or is a token file of records; False if unreadable."""
-    from bmburst.data import are_records
-
-    def holds(each: "Source") -> bool:
-        return each.path != STANDARD_LIBRARY and are_records(each.path, each.form(form))
-
-    try:
-        return any(map(holds, sources_in(source)))
-    except (OSError, UserError):
-        return False  # the check of the paths raises
-
-
-def have_groups(source: "Source", form: RecordFormat) -> bool:
-    """Return whether records of a source have several answers to a prompt; False if it cannot be read."""
-    from bmburst import data
-
-    return source.path != STANDARD_LIBRARY and data.have_groups(source.path, source.form(form))
-
-
-def sources_in(source: str) -> "tuple[Source, ...]":
-    """Return the sources of a mixture, or the single source."""
-    from bmburst.data.mixture import sources_of
-
-    return sources_of(source)

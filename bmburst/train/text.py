@@ -48,12 +48,13 @@ def find_text(config: TrainConfig, on_skip: Callable[[str], object] = lambda _: 
 
 
 def parts_of(config: TrainConfig) -> list[TrainConfig]:
-    """Return one configuration per source of a mixture; empty if the data are not a mixture.
+    """Return one configuration per source of a mixture; the configuration alone if its data are one source.
 
     Raises:
         UserError: The file of the mixture is not valid.
     """
-    sources = read_mixture(config.data.source) or ()
+    if (sources := read_mixture(config.data.source)) is None:
+        return [config]
     return [config.replace(data=replace(config.data, source=source.path, **source.names)) for source in sources]
 
 
@@ -89,19 +90,19 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile
         UserError: The tokenizer or one of its files cannot be read, the cache is not writable, or the text is too
             short, cannot be read, or has token ids outside the model's vocabulary.
     """
-    parts = parts_of(config) or [config]
+    parts = parts_of(config)
     # A run that began with settings without effect goes on.
     needs_messages = config.resume is not True and any(part.data.of_messages for part in parts)
     if needs_messages and not config.data.validation:  # before the text is tokenized
         data.require_messages(config.data.source, ((find_text(part), part.data) for part in parts))
-    text = _check_source(config, cache)
+    text, *_ = [_check_source(part, cache) for part in parts]
     tokenizer = text.tokenizer_name if isinstance(text, data.TokenFile) else text.tokenizer.name
     validation = validation_of(config, tokenizer)
     for part in validation.values():
         _check_validation(part, cache)
     if not validation:
         return text
-    parts += [each for part in validation.values() for each in parts_of(part) or [part]]
+    parts += [each for part in validation.values() for each in parts_of(part)]
     if all(unused_names(find_text(part), part.data) for part in parts):
         raise _without_names(config.data.source, text)
     if needs_messages:
@@ -121,10 +122,6 @@ def _without_names(source: str, text: data.TokenFile | Text) -> UserError:
 
 def _check_source(config: TrainConfig, cache: Path | None) -> data.TokenFile | Text:
     source = config.data.source
-    if parts := parts_of(config):
-        for part in parts:
-            _check_source(part, cache)
-        return find_text(parts[0])
     not_read: list[str] = []
     text = find_text(config, not_read.append)
     if unused_names(text, config.data) and not config.data.validation:  # else they are of the validation files
@@ -178,7 +175,7 @@ def _require_kept(tokenizer: str, identity: str | None, config: TrainConfig) -> 
 
 def _check_validation(config: TrainConfig, cache: Path | None) -> None:
     """Tokenize a validation file into the ranks' cache and check it, so that no rank finds a fault in it."""
-    for part in parts_of(config) or [config]:
+    for part in parts_of(config):
         text = find_text(part)
         if cache is not None and isinstance(text, Text):
             require_cache("data.cache", cache, text)
@@ -199,11 +196,8 @@ def _tokens_of(config: TrainConfig, cache: Path, *, progress: bool = True) -> da
 
 def _of_sources(config: TrainConfig, open_one: Callable[[TrainConfig], data.TokenFile]) -> data.TokenFile | MixedFiles:
     """Return the token file of a configuration, or the files of the parts of a mixture, as `open_one` opens them."""
-    sources = read_mixture(config.data.source)
-    if sources is None:
-        return open_one(config)
-    files = tuple(map(open_one, parts_of(config)))
-    return MixedFiles(files, shares_of(sources, files))
+    sources, files = read_mixture(config.data.source), tuple(map(open_one, parts_of(config)))
+    return files[0] if sources is None else MixedFiles(files, shares_of(sources, files))
 
 
 def _open_corpus(
@@ -270,7 +264,7 @@ def bytes_of_tokens(config: TrainConfig, cache: Path, text: data.TokenFile | Tex
         cache: Folder of the token cache.
         text: Result of `check_text`.
     """
-    if parts := parts_of(config):
+    if len(parts := parts_of(config)) > 1:
         return sum(bytes_of_tokens(part, cache, find_text(part)) for part in parts)
     if isinstance(text, data.TokenFile) or has_tokens(cache, text):
         return 0
@@ -440,7 +434,7 @@ class RunText:
         validation = ((name, parts[name], self.validation[name]) for name in parts)
         for name, given, found in (("data", config, self.corpus), *validation):
             files = (found,) if isinstance(found, data.TokenFile) else found.files
-            for part, file in zip(parts_of(given) or [given], files, strict=True):
+            for part, file in zip(parts_of(given), files, strict=True):
                 yield described(f"{name}: {part.data.source}", file, config.sequence_length, config.pack, tokenizer)
 
 

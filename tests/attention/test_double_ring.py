@@ -11,7 +11,6 @@ import bmburst
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.attention.ring import ring_backward, ring_carry_home, ring_forward, ring_visits
-from bmburst.comm.communicator import CompletedTransfer
 from bmburst.comm.transports import RingGroups, double_ring_groups
 from bmburst.errors import UserError
 from bmburst.schedule.ring_schedule import make_ring_order
@@ -19,6 +18,7 @@ from bmburst_ops.flash import BackwardInputs
 from tests.attention.exchange_ways import change_strategy
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, hold_accuracy
+from tests.attention.test_ring_traffic import Echo
 from tests.comm.counting import Counting
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.live_bytes import LiveBytes
@@ -200,21 +200,11 @@ def test_no_less_accurate_than_one_device():
     hold_accuracy(torch.bfloat16, [8], nodes=2, strategy="double-ring")
 
 
-class Echo:
-    """Stands for a ring of any size: what comes is as large as what goes, and has its memory from the start."""
-
-    def __init__(self, size):
-        self.rank, self.size = 0, size
-
-    def ring(self, *tensors, **_):
-        return CompletedTransfer(tuple(t.clone() for t in tensors))
-
-
 def test_memory_does_not_grow_with_nodes_or_ranks():
     """Five blocks, the own one among them, and five of gradients."""
 
     def peak(nodes, places):
-        groups = RingGroups(Echo(places), Echo(nodes))
+        groups = RingGroups(Echo(0, places), Echo(0, nodes))
         alive = LiveBytes()
         with alive:
             ring_order = make_ring_order(nodes, places, everything, returning=False)

@@ -177,45 +177,32 @@ def require_sharded(config):
             assert torch.equal(lazy.gather(shard).view(torch.int32), wanted.view(torch.int32))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", *long("mistral")])
-def test_of_other_families_too(tmp_path, family):
-    config = write(tmp_path, family, LORAS[1], num_heads=4, num_kv_heads=2)
-    run_program(2, _of_other_families_too, tmp_path, config)
+MORE_POLICIES = ("none", "block", "block-keep-attention+offload")
 
 
-def _of_other_families_too(folder, config):
-    require_equal(folder, config, LORAS[1], ("none", {}), ("block", {"mlp_chunk": 7}))
+@pytest.mark.parametrize(
+    ("family", "sizes", "tensor", "ways"),
+    [
+        *((name, {}, 1, [("none", {}), ("block", {"mlp_chunk": 7})]) for name in ("qwen2", "qwen3")),
+        *long(("mistral", {}, 1, [("none", {}), ("block", {"mlp_chunk": 7})])),
+        ("llama", {}, 2, [(policy, {"mlp_chunk": n}) for policy in MORE_POLICIES for n in (None, 7)]),
+        ("llama", {"num_kv_heads": 1}, 2, [("none", {})]),  # tensor ranks share the KV head and its adapters
+        *(("llama", {}, 1, [("block", {"strategy": name})]) for name in ("heads", "ring", "gather")),
+    ],
+    ids=str,
+)
+def test_of_other_families_tensor_ranks_and_strategies_too(tmp_path, family, sizes, tensor, ways):
+    config = write(tmp_path, family, LORAS[1], **{"num_heads": 4, "num_kv_heads": 2} | sizes)
+    run_program(2, require_equal, tmp_path, config, LORAS[1], *ways, tensor=tensor)
 
 
-def test_tensor_ranks_share_adapters(tmp_path):
-    config = write(tmp_path, lora=LORAS[1], num_heads=4, num_kv_heads=2)
-    run_program(2, _tensor_ranks_share_adapters, tmp_path, config, tensor=2)
+def test_tensor_ranks_refuse_a_base_in_4_bits():
+    run_program(2, _refuse_4_bits, tensor=2)
 
 
-def _tensor_ranks_share_adapters(folder, config):
+def _refuse_4_bits():
     with refused("lora.base 4bit", "tensor_parallel 2", "--tensor-parallel 1"):
-        lazy.Llama(config, lora=FOUR_BIT)
-    policies = ("none", "block", "block-keep-attention+offload")
-    require_equal(folder, config, LORAS[1], *((policy, {"mlp_chunk": n}) for policy in policies for n in (None, 7)))
-
-
-def test_tensor_ranks_share_kv_heads_and_their_adapters(tmp_path):
-    config = write(tmp_path, lora=LORAS[1], num_heads=4, num_kv_heads=1)
-    run_program(2, _tensor_ranks_share_kv_heads, tmp_path, config, tensor=2)
-
-
-def _tensor_ranks_share_kv_heads(folder, config):
-    require_equal(folder, config, LORAS[1], ("none", {}))
-
-
-@pytest.mark.parametrize("strategy", ["heads", "ring", "gather"])
-def test_each_strategy_splits_their_sequences(tmp_path, strategy):
-    config = write(tmp_path, lora=LORAS[1], num_heads=4, num_kv_heads=2)
-    run_program(2, _each_strategy, tmp_path, config, strategy)
-
-
-def _each_strategy(folder, config, strategy):
-    require_equal(folder, config, LORAS[1], ("block", {"strategy": strategy}))
+        lazy.Llama(tiny.config(**{**SIZES, "num_heads": 4, "num_kv_heads": 2}), lora=FOUR_BIT)
 
 
 class Products(TorchDispatchMode):
@@ -290,22 +277,6 @@ def _write_new_adapter(path):
     torch.save({each.name: lazy.gather(each) for each in lazy.named_shards(model) if ".lora_" in each.name}, path)
 
 
-def test_merged_weights_are_pefts(tmp_path):
-    from peft import PeftModel
-
-    write(tmp_path, lora=LORAS[1])
-    words = ["convert", str(tmp_path / "adapter"), str(tmp_path / "merged"), "--to", "huggingface", "--merge"]
-    assert main([*words, "--base", str(tmp_path / "base")]) == 0
-    wanted = PeftModel.from_pretrained(tiny.load(tmp_path / "base"), tmp_path / "adapter").merge_and_unload()
-    found = tiny.load(tmp_path / "merged")
-    for name, weight in found.state_dict().items():
-        torch.testing.assert_close(weight, wanted.state_dict()[name], rtol=1e-6, atol=1e-7)
-    assert not torch.equal(
-        found.state_dict()["model.layers.0.mlp.up_proj.weight"],
-        tiny.load(tmp_path / "base").state_dict()["model.layers.0.mlp.up_proj.weight"],
-    )
-
-
 def test_what_is_no_adapter_is_refused(tmp_path, capsys):
     write(tmp_path)
 
@@ -326,10 +297,7 @@ def test_what_is_no_adapter_is_refused(tmp_path, capsys):
     for changes, words in (
         ({"base_model_name_or_path": "gone/model"}, "gone/model | --base DIR"),
         ({"base_model_name_or_path": None}, "names no model | --base DIR"),
-        ({"use_dora": True}, "use_dora | fix: "),
-        ({"target_modules": ["c_attn"]}, "c_attn | fix: "),
         ({"r": "x"}, "rank | fix: "),
-        ({"peft_type": "PREFIX_TUNING"}, "no LoRA | fix: "),
     ):
         path.write_text(json.dumps(values | changes))
         says(refusal(tmp_path / "adapter", "--merge"), words, lines=4)

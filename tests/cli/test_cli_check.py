@@ -381,13 +381,3 @@ def test_adapters_are_compared_alone(here):
     assert done.returncode == 0, done.stdout + done.stderr
     names = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("model.")]
     assert len(names) == 2 * 2 * 2 and all(".lora_" in name for name in names)
-
-
-def test_what_only_ranks_can_know_is_one_message(here):
-    (here / "long.jsonl").write_text('{"text": "long enough to be read by ranks"}\n' * 2000 + "{")
-    done = check_for_real(here, "--data", "long.jsonl")
-    assert (done.returncode, done.stdout) == (2, "")
-    before, found, after = done.stderr.partition("bmburst: long.jsonl:2001: ")
-    says(found + after, "long.jsonl:2001", "JSON")
-    assert "Traceback" not in before
-    assert left(here) == {"long.jsonl"}

@@ -75,7 +75,10 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["trian"], "bmburst: | 'trian' | 'train'"),
+        (["trian"], "bmburst: unknown command 'trian'; did you mean 'train'? | fix:"),
+        (["sft"], "'sft'; did you mean 'train'?"),
+        (["merge"], "'merge'; did you mean 'convert'?"),
+        (["chat"], "'chat'; did you mean 'generate'?"),
         (["build_bmtrain"], "'build_bmtrain' | 'build-bmtrain'"),
         (["xyz"], "'xyz' | train, generate, eval"),
         ([], "no command | train, generate, eval"),

@@ -23,7 +23,7 @@ from bmburst.train.config import EvalConfig
 from bmburst.train.evaluate import EvaluatedModel
 from bmburst.train.resolve import resolve
 from tests import tiny
-from tests.cli.commands import checkpoint, refused, started
+from tests.cli.commands import checkpoint, refused
 from tests.refusals import says
 
 
@@ -63,16 +63,6 @@ def test_under_torchrun_rank_0_validates_once_for_all(trained, as_rank, validati
         assert main(["train", "--output", "out", "--steps", "3"]) == 0
     assert [(config.replace(output=Path("out")), ranks) for config, ranks in validations] == [(trained[0], 3)]
     assert trained.valid_for == [3] * 3
-
-
-def test_resumed_ranks_get_resume(launches, trained, as_rank, tmp_path):
-    run = started(tmp_path)
-    checkpoint(run, 4)
-    (run / "metrics.jsonl").touch()
-    assert main(["train", "--resume", "--output", "run", "--steps", "200"]) == 0
-    as_rank(0, 2, launched=True)
-    assert launches.run_rank() == 0
-    assert (trained[0].resume, trained[0].steps, trained[0].output) == (True, 200, Path("run"))
 
 
 def test_under_torchrun_the_folder_must_be_named(trained, as_rank, capsys, tmp_path):

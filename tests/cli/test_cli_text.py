@@ -23,7 +23,7 @@ from bmburst.errors import UserError
 from bmburst.train import evaluate
 from bmburst.train.config import EvalConfig
 from bmburst.train.resolve import resolve
-from bmburst.train.text import check_text
+from bmburst.train.text import bytes_of_tokens, check_text
 from tests import chat, refusals, tiny
 from tests.cli.commands import refused
 from tests.pairs import long
@@ -233,6 +233,17 @@ def test_tokens_that_a_cache_has_are_taken_where_nothing_can_be_written(tmp_path
         check_text(made, cache)
     with refusals.refused("data.cache", tmp_path / "other", "written", "No space left"):
         check_text(made, tmp_path / "other")
+
+
+def test_tokens_of_a_mixture_take_the_room_of_those_of_its_sources(tmp_path):
+    for name, size in (("a", 200), ("b", 300)):
+        (tmp_path / f"{name}.txt").write_text(name * size)
+    (tmp_path / "mix.yaml").write_text("sources: [{path: a.txt, weight: 1}, {path: b.txt, weight: 1}]")
+    given, cache = config(tmp_path / "mix.yaml"), tmp_path / "cache"
+    text = check_text(given)
+    assert bytes_of_tokens(given, cache, text) == 2 * (200 + 300)  # a byte is a token of 16 bits
+    open_corpus(tmp_path / "a.txt", "bytes", cache)
+    assert bytes_of_tokens(given, cache, text) == 2 * 300
 
 
 def full_disk(**_):

@@ -70,22 +70,6 @@ def test_the_run_folder(run):
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
 
 
-@pytest.mark.long
-def test_finished_extended_and_evaluated(run, tmp_path):
-    folder, _ = run
-    done = bmburst("train", "--resume", "--output", folder)
-    assert (done.returncode, done.stderr.strip()) == (0, f"{folder}: finished with 4 steps; a larger --steps goes on")
-    done = bmburst("train", "--resume", "--output", folder, "--steps", 5)
-    assert done.returncode == 0, done.stderr
-    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == list(range(1, 6))
-
-    text = tmp_path / "text.py"
-    text.write_text((ROOT / "bmburst" / "errors.py").read_text())
-    done = bmburst("eval", "--checkpoint", folder, "--data", text, "--sequence-length", 300)
-    assert done.returncode == 0, done.stderr
-    assert "bits per byte" in done.stdout and f"{len(text.read_bytes()) + 1:,}" in done.stdout
-
-
 def test_continues_hugging_face_weights_on_longer_sequences(tmp_path):
     """Weights trained on 64 positions, continued on 128 with YaRN: the first loss is that of those weights."""
     import torch

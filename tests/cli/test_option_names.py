@@ -78,14 +78,6 @@ def test_an_argument_without_its_option_is_given_one(capsys, argv, fix):
     says(capsys.readouterr().err, "unexpected argument", fix, lines=2)
 
 
-@pytest.mark.parametrize(
-    ("command", "meant"), [("sft", "train"), ("merge", "convert"), ("chat", "generate"), ("trian", "train")]
-)
-def test_commands_of_others_too(capsys, command, meant):
-    assert main([command]) == 2
-    says(capsys.readouterr().err, f"unknown command '{command}'; did you mean '{meant}'?", "fix:", lines=3)
-
-
 def test_a_model_in_the_place_of_its_sizes(capsys, tmp_path):
     (tmp_path / "theirs.json").write_text('{"model": "Qwen/Qwen3-8B"}')
     assert main(["train", "--config", str(tmp_path / "theirs.json")]) == 2

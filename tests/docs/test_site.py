@@ -19,7 +19,7 @@ from bmburst.schedule.mask import Causal
 from bmburst.train.config import TrainConfig
 from docs.tools import journeys, scores
 from docs.tools.figures import FIGURES, FOLDER
-from docs.tools.hook import on_page_content, on_page_markdown
+from docs.tools.hook import on_page_markdown
 from tests.docs.blocks import PATHS, read_blocks
 from tests.mask_oracle import visible
 
@@ -165,25 +165,6 @@ def test_code_fits_the_column(name: str) -> None:
         if len(line) > 129
     ]
     assert cut == [], "put what is behind the code above it, or continue with a backslash"
-
-
-def test_only_long_cells_and_long_code_may_have_several_lines() -> None:
-    long = "x " * 30
-    html = f"<td><code>short_name</code></td><td>{long}</td><td><code>{long}</code></td><pre><code>{long}</code></pre>"
-    assert on_page_content('<th>all</th><td><a href="a-b">llama-3-8b</a> or -x</td>', None, None, None) == (
-        '<th>all</th><td><a href="a-b"><span class="whole">llama-3-8b</span></a> or <span class="whole">-x</span></td>'
-    )
-    name = "model.rope_scaling.original_max_position_embeddings"  # may be broken in a sentence, not in a table's column
-    assert on_page_content(f"<p><code>{name}</code></p><td>{name}</td>", None, None, None) == (
-        f'<p><code class="long">{name}</code></p><td>{name}</td>'
-    )
-    marked = on_page_content(html, None, None, None)
-    assert marked == (
-        f'<td><code>short_name</code></td><td class="long">{long}</td><td class="long"><code class="long">{long}</code>'
-        f"</td><pre><code>{long}</code></pre>"
-    )
-    style = (ROOT / "docs/assets/site.css").read_text()
-    assert "overflow-wrap: anywhere" not in re.sub(r"\.md-typeset \.doc-heading \{.*?\}", "", style, flags=re.S)
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -88,3 +88,15 @@ def assert_gone(pids):
     finally:
         for pid in filter(alive, pids):
             os.kill(pid, signal.SIGKILL)
+
+
+def children(pid):
+    """Return the processes that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parts[2]))
+        except OSError:
+            continue
+    return found

@@ -15,7 +15,7 @@ from bmburst.errors import UserError
 from bmburst.host.stores import address_of, listen, owner_of, tcp_sockets
 from tests.distributed.ports import held_port
 from tests.distributed.started import Python, run_python
-from tests.launch.launcher import ended, lines_of, start
+from tests.launch.launcher import children, ended, lines_of, start
 from tests.refusals import says
 
 __all__ = ["start"]  # the fixture
@@ -36,15 +36,9 @@ MEETING = """
 
 def process_tree(root):
     """Return a process and all that it started."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parts[2])] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
     found = [root]
     for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
+        found += children(pid)
     return found
 
 

@@ -6,7 +6,6 @@ import signal
 import textwrap
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -14,24 +13,12 @@ from bmburst.config import to_dict, write_json
 from bmburst.host import stores
 from tests.distributed.ports import held_port
 from tests.distributed.started import Python, run_bmburst
-from tests.launch.launcher import ROOT, assert_gone, wait_until
+from tests.launch.launcher import ROOT, assert_gone, children, wait_until
 from tests.refusals import says
 from tests.train import run_program as program
 
 STEPS = 80
 pytestmark = pytest.mark.long
-
-
-def children(pid):
-    """Return the processes that a process has started."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(stat.parts[2]))
-        except OSError:
-            continue
-    return found
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Kernels with 32-bit offsets get so few heads at a time that their tensors are within reach, here of small numbers."""
+"""Kernels with 32-bit offsets, or a grid over segments, get so few heads and segments at a time as they can do.
+
+Here their limits are small numbers.
+"""
 
 import pytest
 import torch
@@ -41,18 +44,21 @@ def test_few_heads_at_a_time(monkeypatch, stand_in, heads, kv_heads, most, calls
     tile = Masked(pattern, TOKENS, TOKENS, heads, kv_heads, 16, torch.bfloat16, BATCH, device="cpu")
     documents = len(DOCUMENTS) - 1 if isinstance(pattern, Segments) else 1
     limit_kernels(monkeypatch, offsets=reach(most, documents))
+    hold(tile, made.kernel)
+    assert made.calls == 2 * (calls if stand_in is cudnn else 1) + 2 * calls
+
+
+def hold(tile, kernel):
+    """Compare a kernel with the definition of a tile, where it says where results go and where it does not."""
     for into in (None, room(tile.q, some_heads)):
-        made.calls = 0
-        part = tile.forward(made.kernel, into)
-        assert made.calls == (calls if stand_in is cudnn else 1)
+        part = tile.forward(kernel, into)
         assert_same(part, into)
         tile.hold_forward(part, EPSILON[torch.bfloat16])
     for into in (None, Gradients(*(some_heads(torch.full_like(t, torch.nan)) for t in (tile.q, tile.k, tile.v)))):
-        made.calls = 0
-        gradients = tile.backward(made.kernel, into=into)
-        assert made.calls == calls
+        gradients = tile.backward(kernel, into=into)
         assert_same(gradients, into)
-        tile.hold_backward(gradients, gradient_bound(made.kernel))
+        tile.hold_blind_rows(*part, gradients)
+        tile.hold_backward(gradients, gradient_bound(kernel))
 
 
 @pytest.mark.parametrize("stand_in", [fa2, fa3, torchs, cudnn], ids=lambda stand_in: stand_in.__name__)
@@ -75,11 +81,42 @@ def test_cudnn_gets_nothing_that_is_far_away(monkeypatch):
     assert made.calls == 2
 
 
-def test_fa4_gets_all_heads(monkeypatch):
-    """Its offsets have 64 bits."""
+QUERIES, KEYS = 29, 31
+EDGES = (0, 4, 4, 5, 9, 20, 20, 25, QUERIES), (0, 6, 9, 9, 15, 16, 22, 22, KEYS)
+APART = (0, 0, 0, QUERIES, QUERIES), (0, 7, 9, 20, KEYS)  # pieces without queries
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "most", "batch", "pattern"),
+    pairwise(
+        [fa2, fa3, torchs],
+        [1, 2, 3, 7],
+        [1, 2],
+        [(Segments(band, *edges),) for band in (CAUSAL, Band(3, 1)) for edges in (EDGES, APART)],
+    ),
+    ids=lambda value: getattr(value, "__name__", str(value)[:60]),
+)
+def test_few_segments_at_a_time(monkeypatch, stand_in, most, batch, pattern):
+    made = stand_in(monkeypatch)
+    tile = Masked(pattern, QUERIES, KEYS, 4, 2, 16, torch.bfloat16, batch, device="cpu")
+    limit_kernels(monkeypatch, segments=most * batch)
+    hold(tile, made.kernel)
+
+
+def test_few_heads_of_few_segments(monkeypatch):
+    made = fa2(monkeypatch)
+    tile = Masked(Segments(CAUSAL, *EDGES), QUERIES, KEYS, 4, 2, 16, torch.bfloat16, 1, device="cpu")
+    limit_kernels(monkeypatch, offsets=2 * (20 + 4 * 128) * 64 + 1, segments=4)
+    tile.hold_backward(tile.backward(made.kernel), gradient_bound(made.kernel))
+    assert made.calls == 4
+
+
+@pytest.mark.parametrize("pattern", [CAUSAL, Segments(CAUSAL, DOCUMENTS, DOCUMENTS)], ids=["heads", "segments"])
+def test_fa4_gets_everything(monkeypatch, pattern):
+    """Its offsets have 64 bits, and its grid none of segments."""
     made = fa4(monkeypatch)
-    limit_kernels(monkeypatch, offsets=reach(1))
-    tile = Masked(CAUSAL, TOKENS, TOKENS, 4, 2, 16, torch.bfloat16, BATCH, device="cpu")
+    limit_kernels(monkeypatch, offsets=reach(1), segments=1)
+    tile = Masked(pattern, TOKENS, TOKENS, 4, 2, 16, torch.bfloat16, BATCH, device="cpu")
     tile.forward(made.kernel)
     tile.backward(made.kernel)
     assert made.calls == 2

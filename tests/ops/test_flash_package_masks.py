@@ -10,7 +10,7 @@ from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import some
 from tests.ops.package_stand_ins import fa2, fa3, fa4, older_fa3, torchs
-from tests.ops.tiles import EPSILON, assert_same, error, one_number_off, room, some_heads, wider_room
+from tests.ops.tiles import EPSILON, assert_same, error, every_second, one_number_off, room, some_heads, wider_room
 from tests.pairs import pairwise
 
 QUERIES, KEYS = 37, 53
@@ -23,6 +23,8 @@ CASES = [
     (Band(1, None), 88, 44),
     (Segments(Band(4, None), (0, 37, 40), (0, 9, 20)), 40, 20),
     (CAUSAL, KEYS, QUERIES),
+    (CAUSAL, QUERIES, KEYS),
+    (FULL, QUERIES, KEYS),
     (Segments(CAUSAL, *CUT), QUERIES, KEYS),
     (Segments(FULL, *CUT), QUERIES, KEYS),
     (Segments(Band(4, 2), *CUT[::-1]), KEYS, QUERIES),
@@ -50,10 +52,12 @@ def later_rows(tensor):
 )
 def test_packages_are_told_the_mask(monkeypatch, stand_in, case, batch):
     made = stand_in(monkeypatch)
-    rng = random.Random(str(case))
-    view = rng.choice((as_it_is, some_heads, one_number_off, later_rows))
+    rng, is_plain = random.Random(str(case)), case[0] in (CAUSAL, FULL) and case[1] <= case[2]
+    view = some_heads if is_plain else rng.choice((as_it_is, some_heads, one_number_off, later_rows))
     softcap = None if stand_in is torchs else rng.choice((None, 0.7))
-    tile = Masked(*case, 4, 2, 16, torch.bfloat16, batch, softcap, device="cpu")
+    dtype, head_dim = rng.choice(((torch.bfloat16, 16), (torch.float16, 64)))
+    tile = Masked(*case, 4, 2, head_dim, dtype, batch, softcap, device="cpu")
+    tile.statistics = tuple(every_second(each) for each in tile.statistics)
     tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     narrow = room(tile.q, view)
     for into in (None, narrow, wider_room(tile.q)):
@@ -63,7 +67,7 @@ def test_packages_are_told_the_mask(monkeypatch, stand_in, case, batch):
         is_one_row = batch == 1 or not isinstance(tile.pattern, Segments)
         can_write = stand_in is fa4 and into is narrow and is_one_row and tile.mask.any()
         assert (made.asked[1] is not None) == can_write
-        assert not tile.mask.any() or error(part.out, tile.out) < EPSILON[torch.bfloat16]
+        assert not tile.mask.any() or error(part.out, tile.out) < EPSILON[dtype]
         torch.testing.assert_close(part.lse.double(), tile.lse, rtol=1e-5, atol=1e-5)
     for deterministic in (False, not isinstance(made.kernel, FlashAttention3Kernel)):
         into = (
@@ -73,6 +77,8 @@ def test_packages_are_told_the_mask(monkeypatch, stand_in, case, batch):
         )
         gradients = tile.backward(made.kernel, deterministic, into=into)
         assert_same(gradients, into)
+        if into and is_plain and stand_in is not torchs:  # nothing in between
+            assert all(a is b for a, b in zip(made.gradients, into, strict=True))
         tile.hold_blind_rows(*part, gradients)
         for ours, wanted in zip(gradients, tile.gradients, strict=True):
             assert not wanted.any() or error(ours, wanted) < gradient_bound(made.kernel)

@@ -17,7 +17,7 @@ from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.machine import beta_of, is_there, version_of
 from tests.ops.another_machine import AnotherMachine
 from tests.ops.masked import Masked, tile_of
-from tests.ops.package_stand_ins import cudnn, fa2, fa3, fa4, older_fa3, take_operations
+from tests.ops.package_stand_ins import cudnn, fa4, take_operations
 from tests.ops.tiles import (
     EPSILON,
     assert_same,
@@ -26,7 +26,6 @@ from tests.ops.tiles import (
     room,
     some_heads,
     some_statistics,
-    wider_room,
 )
 from tests.refusals import refused
 
@@ -36,31 +35,6 @@ CASES = [
     (1, 1, 9, True, 2, 1, 32, torch.bfloat16),
     (1, 6, 7, True, 2, 2, 32, torch.bfloat16),
 ]
-
-
-@pytest.mark.parametrize("stand_in", [fa2, fa3, older_fa3, fa4], ids=lambda stand_in: stand_in.__name__)
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("view", [some_heads, one_number_off], ids=lambda view: view.__name__)
-@pytest.mark.parametrize("softcap", [None, 0.7])
-def test_packages_are_called_as_they_want(monkeypatch, stand_in, case, view, softcap):
-    made = stand_in(monkeypatch)
-    kernel = made.kernel
-    tile = tile_of(case, softcap=softcap, device="cpu")
-    tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
-    tile.statistics = tuple(every_second(t) for t in tile.statistics)
-    for into in (None, room(tile.q, view), wider_room(tile.q)):
-        part = tile.forward(kernel, into=into)
-        assert_same(part, into)
-        tile.hold_forward(part, EPSILON[tile.dtype])
-    for deterministic in (False, kernel.name != "fa3"):
-        into = Gradients(*(view(torch.empty_like(t)) for t in (tile.q, tile.k, tile.v))) if made.gradients else None
-        gradients = tile.backward(kernel, deterministic, into=into)
-        assert made.deterministic is deterministic
-        if into:
-            assert all(a is b for a, b in zip(gradients, into, strict=True))
-            if view is some_heads:  # nothing in between
-                assert all(a is b for a, b in zip(made.gradients, into, strict=True))
-        tile.hold_backward(gradients, 1.5 * EPSILON[tile.dtype])
 
 
 def test_fa4_writes_where_it_can(monkeypatch):

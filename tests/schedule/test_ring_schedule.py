@@ -1,25 +1,21 @@
 """Every schedule is the mask: each visible (query, key) pair exactly once, no other pair, by brute force."""
 
 import random
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from bmburst.schedule.documents import Documents, PrefixLM
+from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import (
     LAYOUTS,
     Contiguous,
-    Layout,
-    Run,
     make_layout,
     padded_layout,
     rank_areas,
     real_positions,
 )
-from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
+from bmburst.schedule.mask import BlockSparse, Causal, Full
 from bmburst.schedule.ring_schedule import distances, have_visible_pair, make_schedule
 from bmburst.schedule.tiles import Span
 from bmburst.schedule.units import HeadShapes, backward_bytes, choose_ring_tensors
@@ -86,33 +82,6 @@ def test_schedule_is_exactly_the_mask(seed):
         assert set(distances(layout, length, mask, ring_tensors)) == worked
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
-@pytest.mark.parametrize("size", [2, 5])
-@pytest.mark.parametrize("mask", [Causal(), Full(), PrefixLM(11), SlidingWindow(6)], ids=str)
-def test_plain_masks_at_every_length(name, size, mask):
-    for length in range(size, 9 * size, 3):
-        check_every_pair(padded_layout(name, size, length, mask), length, mask, "kv")
-
-
-@dataclass(frozen=True, slots=True)
-class Lopsided(Layout):
-    """Runs of unlike lengths that interleave: what the layouts of the package never need, and another may."""
-
-    name: ClassVar[str] = "lopsided"
-
-    def runs(self, rank):
-        half = self.tokens // 2
-        second = (Run(0, 1, 2, half), Run(half, 1 + 2 * half, 2, self.tokens - half))
-        return second if rank else (Run(0, 0, 2, self.tokens),)
-
-
-@pytest.mark.parametrize("length", range(2, 15))
-@pytest.mark.parametrize("ring_tensors", ["kv", "q"])
-def test_another_layout_needs_no_change_here(length, ring_tensors):
-    for mask in (Causal(), Documents([1, length - 1]), SlidingWindow(3, causal=False)):
-        check_every_pair(Lopsided(2, 7), length, mask, ring_tensors)
-
-
 @pytest.mark.parametrize("seed", range(80))
 def test_ranks_meet_where_one_sees_a_key_of_another(seed):
     rng = random.Random(seed)
@@ -153,36 +122,6 @@ def test_blocks_decide_who_meets():
     assert [[tile.area for tile in step.tiles] for step in make_schedule(layout, 40, mask, 0, "kv").steps] == [[], [25]]
 
 
-@pytest.mark.parametrize("size", [3, 8])
-def test_a_window_stops_the_ring_early(size):
-    layout = make_layout("contiguous", size, 16)
-
-    def taken(tokens, ring_tensors, causal=True):
-        mask = SlidingWindow(tokens, causal=causal)
-        schedule = make_schedule(layout, 16 * size, mask, 1, ring_tensors)
-        return [step.distance for step in schedule.steps], list(schedule.hops)
-
-    assert taken(1, "kv") == ([0], [size])
-    assert taken(2, "kv") == taken(17, "kv") == ([0, 1], [1, size - 1])
-    assert taken(18, "kv")[0] == [0, 1, 2]
-    assert taken(17, "q") == ([0, size - 1], [size - 1, 1])  # queries come from the rank behind
-    assert taken(17, "kv", causal=False)[0] == sorted({0, 1, size - 1})
-    assert taken(16 * size, "kv")[0] == list(range(size))
-
-
-def test_documents_that_live_on_one_rank_move_nothing():
-    for lengths in ([16] * 4, [3, 13, 7, 9, 16, 1, 15]):
-        for mask in (Documents(lengths), Documents(lengths, causal=False), PrefixLM([1] * len(lengths), lengths)):
-            for ring_tensors in ("kv", "q"):
-                (step,) = make_schedule(make_layout("contiguous", 4, 16), 64, mask, 2, ring_tensors).steps
-                assert (step.distance, step.owner) == (0, 2)
-                assert make_schedule(make_layout("contiguous", 4, 16), 64, mask, 2, ring_tensors).hops == (4,)
-    long = Documents([16, 32, 16])
-    assert distances(make_layout("contiguous", 4, 16), 64, long, "kv") == (0, 1)  # one document is on two ranks
-    schedule = make_schedule(make_layout("contiguous", 4, 16), 64, long, 3, "kv")
-    assert [len(step.tiles) for step in schedule.steps] == [1, 0]  # all take the step, most have nothing to do
-
-
 @pytest.mark.parametrize("name", ["zigzag", "striped"])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_causal_work_is_balanced_to_a_diagonal(name, size):
@@ -191,17 +130,6 @@ def test_causal_work_is_balanced_to_a_diagonal(name, size):
     areas = [sum(tile.area for step in schedule.steps for tile in step.tiles) for schedule in schedules]
     assert max(areas) - min(areas) <= size * 32
     assert rank_areas(layout, 32 * size, Causal()) == tuple(areas)
-
-
-def test_full_and_diagonal_work_is_one_call():
-    for name in LAYOUTS:
-        layout = make_layout(name, 4, 8, Causal())
-        for rank in range(4):
-            assert all(len(step.tiles) == 1 for step in make_schedule(layout, 32, Full(), rank, "kv").steps)
-            assert [tile.pattern for tile in make_schedule(layout, 32, Causal(), rank, "q").steps[0].tiles] == [CAUSAL]
-    for rank in range(4):
-        layout = make_layout("zigzag", 4, 8)
-        assert all(len(step.tiles) == 1 for step in make_schedule(layout, 32, Causal(), rank, "kv").steps)
 
 
 def test_a_document_over_the_seam_of_two_chunks_is_in_one_call():

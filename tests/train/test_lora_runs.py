@@ -14,7 +14,7 @@ from bmburst_ops import nf4
 from tests import lazy, tiny
 from tests.distributed.programs import run_program
 from tests.pairs import long
-from tests.refusals import refused, says
+from tests.refusals import refused
 from tests.train import run_program as program
 from tests.train.cases import require_equal, steps
 
@@ -155,28 +155,3 @@ def _a_run_is_not_resumed_with_other_adapters(folder):
         other = trainer(folder, "run", resume=True, lora=lora)
         with refused(*words):
             other.restore()
-
-
-@pytest.mark.long
-def test_the_command_line_trains_an_adapter(tmp_path, capsys, monkeypatch):
-    base(tmp_path)
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {i}: the quick brown fox, {i * i} times.\n" for i in range(400)))
-    run = tmp_path / "run"
-    words = f"train --init-from {tmp_path / 'base'} --data.source {text} --output {run} --nproc 2 --steps 2"
-    words += " --batch-size 1 --sequence-length 48 --sample-tokens 0 --eval-sequences 1"
-    words += " --lora.rank 2 --lora.targets v_proj,all-linear"
-    assert main(words.split()) == 0
-    assert (run / "checkpoints" / "step-000002" / "adapter_model.safetensors").is_file()
-    assert main(["train", "--output", str(run), "--resume", "--steps", "3"]) == 0
-    assert (run / "checkpoints" / "step-000003" / "adapter_config.json").is_file()
-    capsys.readouterr()
-    for more, said in (
-        ("--resume --lora.rank 4 --steps 5", "lora.rank | 4 | 2 | fix: "),
-        ("--resume --lora.targets q_prj --steps 5", "q_prj | allowed: | fix: q_proj"),
-    ):
-        assert main(["train", "--output", str(run), *more.split()]) == 2
-        says(capsys.readouterr().err.strip(), said)
-    (tmp_path / "base").rename(tmp_path / "moved")
-    assert main(["train", "--output", str(run), "--resume", "--steps", "5"]) == 2
-    says(capsys.readouterr().err.strip(), f"{tmp_path / 'base'} | fix: ")
