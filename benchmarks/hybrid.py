@@ -7,6 +7,7 @@ over all ranks. The model has the shape of Qwen3.5-9B, 8 of its layers, and a vo
 does not hide the layers. The methods take turns on the same weights, which stay, since the learning rate is 0:
 
 - ours: recurrent layers and attention over the ranks by bmburst
+- fla-cp: the same, but recurrences and convolutions by fla's own context parallelism
 - ringmaster: axolotl-ringmaster's context parallelism, with SDPA in attention, and the model's own loss
 - unsplit: every rank trains its own sequence of tokens / ranks
 
@@ -24,6 +25,7 @@ from importlib import import_module
 from math import sqrt
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -37,11 +39,13 @@ from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, Row, RowBenchmark
 from benchmarks.engine.timing import in_turns
 from benchmarks.hugging_face import Training
+from benchmarks.linear import fla_context
 from bmburst.amounts import GIB, numbers, short, tokens
 from bmburst.errors import first_line, require_known
+from bmburst.integrations import transformers_recurrent
 from bmburst.integrations.transformers import NAME, SplitSequences, register
 
-METHODS = ("ours", "ringmaster", "unsplit")
+METHODS = ("ours", "fla-cp", "ringmaster", "unsplit")
 SECONDS = 120.0  # of all rounds of a length
 _SMALL: Mapping[str, int] = MappingProxyType({
     **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
@@ -124,6 +128,35 @@ def _unsplit(training: Training, ids: Tensor, group: RankGroup) -> Callable[[], 
     return partial(training.step, ids[:, : ids.shape[1] // group.size], alone)
 
 
+def _fla(training: Training, ids: Tensor, group: RankGroup) -> Callable[[], float]:
+    """Return a step with fla's context parallelism in place of ours."""
+    from bmburst_ops.linear.fla_tuning import few_choices
+
+    convolve = import_module("fla.modules.convolution").causal_conv1d
+    scan = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    few_choices()
+    length, layout = ids.shape[1], training.split.options.layout
+    of_scan = fla_context(length, layout, group.device)
+    of_convolution = fla_context(length, layout, group.device, training.model.config.linear_conv_kernel_dim)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, normalize: bool, **_: object) -> Tensor:
+        out: Tensor = scan(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normalize, cp_context=of_scan)[0]
+        return out
+
+    def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, **_: object) -> Tensor:
+        out: Tensor = convolve(x, weight, bias, activation=activation, cp_context=of_convolution)[0]
+        return out
+
+    def step() -> float:
+        with (
+            mock.patch.object(transformers_recurrent, "burst_linear_attention", attention),
+            mock.patch.object(transformers_recurrent, "burst_causal_conv", convolution),
+        ):
+            return training.step(ids)
+
+    return step
+
+
 def _ringmaster(training: Training, ids: Tensor, group: RankGroup) -> Callable[[], float]:
     """Return a step with axolotl-ringmaster, as in its README."""
     package, model = import_module("ringmaster"), training.model
@@ -153,7 +186,7 @@ def _ringmaster(training: Training, ids: Tensor, group: RankGroup) -> Callable[[
     return step
 
 
-_STEPS = MappingProxyType(dict(zip(METHODS, (_ours, _ringmaster, _unsplit), strict=True)))
+_STEPS = MappingProxyType(dict(zip(METHODS, (_ours, _fla, _ringmaster, _unsplit), strict=True)))
 
 
 def _attention(config: PreTrainedConfig, length: int, group: RankGroup) -> float:

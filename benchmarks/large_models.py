@@ -6,6 +6,7 @@ adapters: LoRA and QLoRA of llama-3-70b at 32K and 128K on 1, 2 and 4 GPUs, and 
 data: llama-3-8b with one sequence of 4K or 8K a GPU
 full: all weights of qwen3-32b on 2 and 4 GPUs, with small optimizer states in host memory
 pipeline: llama-3-8b in two stages, beside ZeRO-3 over the same GPUs
+long: one step of llama-3-8b at 1M tokens on 4 GPUs
 
 Weights are random, and so are tokens. The planner chooses mesh, recompute policy and offload of each case on a machine
 with the host memory of the case. Each run of a suite starts its own ranks and trains one case after another: a first
@@ -159,6 +160,7 @@ SUITES: Mapping[str, tuple[Run, ...]] = MappingProxyType(
             *_beside(2, {4 * K: ("none",), 16 * K: ("none", _KEEP)}, steps=3),
             *_beside(4, {4 * K: ("none",), 16 * K: (_KEEP,), 64 * K: (_KEEP,)}, steps=3),
         ),
+        "long": (Run((Case(preset="llama-3-8b", tokens=1024 * K, gpus=4, steps=0),), limit=580.0),),
     }
 )
 

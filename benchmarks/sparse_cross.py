@@ -51,7 +51,7 @@ TOKENS, SMALL_TOKENS = 131_072, 200
 DENSITIES = (0.1, 0.25, 0.5)
 ERROR_TOKENS = 4096
 RESULTS = ("out", "dq", "dk", "dv")
-LAYOUT = "zigzag"  # of block-sparse attention on several ranks
+LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
 LENGTHS, SMALL_LENGTHS = (65_536, 131_072), (96, 160)  # numbers of queries and keys
 METHODS = (("auto", "auto"), ("heads", "nccl"), ("gather", "auto"), ("burst", "auto"), ("kv", "auto"))
 NAMES = ("mask", "layout", "key_layout")
@@ -105,6 +105,13 @@ class Effort(NamedTuple):
 
 
 def _configure_sparse(parser: argparse.ArgumentParser) -> None:
+    _configure_errors(parser)
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, default="zigzag", help="layout of tokens on several ranks (default: %(default)s)"
+    )
+
+
+def _configure_errors(parser: argparse.ArgumentParser) -> None:
     _configure(parser)
     parser.add_argument("--kernels", default="triton,fa4", help="names of kernels (default: %(default)s)")
 
@@ -142,8 +149,8 @@ def _block_sparse(options: argparse.Namespace) -> Measured:
     facts |= {"heads": HEADS, "kv_heads": KV_HEADS}
     if ranks == 1:
         return facts, _on_one_rank(tokens, kernels, effort)
-    facts |= {"sequence_ranks": ranks, "layout": LAYOUT}
-    return facts, _over_ranks(tokens, kernels, effort)
+    facts |= {"sequence_ranks": ranks, "layout": options.layout}
+    return facts, _over_ranks(tokens, kernels, options.layout, effort)
 
 
 def _block_sparse_errors(options: argparse.Namespace) -> Measured:
@@ -203,22 +210,22 @@ def _errors(tokens: int, kernels: Sequence[str], group: RankGroup) -> Iterator[d
             yield row
 
 
-def _over_ranks(tokens: int, kernels: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
+def _over_ranks(tokens: int, kernels: Sequence[str], layout: str, effort: Effort) -> Iterator[dict[str, Any]]:
     """Yield a row for each density and kernel, comparing all ranks with one GPU. All ranks must call it."""
     comm, size = communicator(None), effort.group.size
     whole = Inputs.random(tokens, tokens, effort.group.device)
     for density in DENSITIES:
         mask, own = sparse_mask(tokens, density)
-        cut = padded_layout(LAYOUT, size, tokens, mask)
+        cut = padded_layout(layout, size, tokens, mask)
         part = Inputs.random(cut.tokens, cut.tokens, effort.group.device)
         for kernel in kernels:
             row: dict[str, Any] = {"asked": density, "density": own, "kernel": kernel}
             try:
-                options = AttentionOptions(mask=mask, kernel=kernel, layout=LAYOUT)
+                options = AttentionOptions(mask=mask, kernel=kernel, layout=layout)
                 call = decide(comm, part.q, part.k, part.v, tokens, options)
                 row["skipped"] = sum(not call.tiles(*pair) for pair in product(range(size), repeat=2)) / size**2
                 one = whole.calls(mask=mask, kernel=kernel, layout="contiguous", group=single_rank_group(comm))
-                ours = part.calls(mask=mask, kernel=kernel, layout=LAYOUT, length=tokens, group=comm)
+                ours = part.calls(mask=mask, kernel=kernel, layout=layout, length=tokens, group=comm)
                 _compare(row, ours, one, effort)
             except UserError as error:
                 row["refused"] = first_line(error)
@@ -319,7 +326,7 @@ BENCHMARKS = (
         table=block_sparse_table, ranks=1,
     ),
     RowBenchmark(
-        name="block-sparse-errors", about=__doc__, configure=_configure_sparse, measure=_block_sparse_errors,
+        name="block-sparse-errors", about=__doc__, configure=_configure_errors, measure=_block_sparse_errors,
         table=errors_table, ranks=1,
     ),
     RowBenchmark(

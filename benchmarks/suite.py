@@ -10,6 +10,8 @@ command line goes on: what ran is not run again.
 A command that exceeds its limit or the budget is stopped. Benchmarks have written the cells or rows until then. A
 record that is expected to take longer than what is left of the budget is left out, and a later one may fit.
 
+`--old DIR` names a checkout of the commit that records are compared with. These run in turns here and there.
+
 `--dry-run` runs nothing. It prints commands and expected times, and reads each command by its program's own parser.
 """
 
@@ -24,8 +26,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,6 +61,8 @@ class Record:
         limit: After how many seconds it is stopped; None: 1.5 times `seconds`.
         asked: What its result is to show.
         needs: Modules without which it cannot be measured.
+        turns: How often it is run.
+        old: The commit that it is compared with, in turns; "": none. Of a run: the commit in whose checkout it runs.
     """
 
     name: str = field("name")
@@ -67,10 +71,20 @@ class Record:
     limit: float | None = field("longest time", default=None, above=0)
     asked: str = field("what the result is to show", default="")
     needs: tuple[str, ...] = field("modules", default=())
+    turns: int = field("runs", default=1, minimum=1)
+    old: str = field("commit", default="")
 
     def words(self, folder: Path) -> list[str]:
         """Return the words of the command, whose files are in a folder."""
         return shlex.split(self.command.replace("{path}", str(folder / self.name)))
+
+    def runs(self) -> Iterator["Record"]:
+        """Yield a record for each run: here, and after it in the older checkout."""
+        for number in range(1, self.turns + 1):
+            again = "" if number == 1 else f"-{number}"
+            yield replace(self, name=f"{self.name}{again}", old="")
+            if self.old:
+                yield replace(self, name=f"{self.name}-old{again}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,33 +92,33 @@ class Suite:
     """A list."""
 
     gpus: int  # number of GPUs that its commands use
-    records: tuple[Record, ...]  # in order
+    runs: tuple[Record, ...]  # the runs of its records, in order
 
 
 def read_suite(path: Path, only: str = "*") -> Suite:
     """Return the list in a file.
 
-    Records whose names match none of `only`, `GLOB,...`, are not in it.
+    Runs whose names match none of `only`, `GLOB,...`, are not in it.
 
     Raises:
-        UserError: The file is no list, a record is not valid, or a pattern matches none.
+        UserError: The file is no list, a record is not valid, or a pattern matches no run.
     """
     content = read_config_file(path)
-    gpus, listed = content.get("gpus"), content.get("records")
-    if len(content) != 2 or type(gpus) is not int or not isinstance(listed, list):
+    gpus, records = content.get("gpus"), content.get("records")
+    if len(content) != 2 or type(gpus) is not int or not isinstance(records, list):
         raise UserError(
             f"{path} has {', '.join(content)}\nallowed: gpus, a number, and records, a list\nfix: {_EXAMPLE}"
         )
-    records = [_record(path, number, values) for number, values in enumerate(listed)]
-    names = [record.name for record in records]
+    runs = [run for number, values in enumerate(records) for run in _record(path, number, values).runs()]
+    names = [run.name for run in runs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{path} has two records with the name {twice}\nfix: another name for one of them")
     patterns = only.split(",")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UserError(f"--only {pattern} matches no record\nfix: one of {', '.join(names)}")
-    kept = tuple(record for record in records if any(fnmatchcase(record.name, pattern) for pattern in patterns))
-    return Suite(gpus=gpus, records=kept)
+    kept = tuple(run for run in runs if any(fnmatchcase(run.name, pattern) for pattern in patterns))
+    return Suite(gpus=gpus, runs=kept)
 
 
 def _record(path: Path, number: int, values: object) -> Record:
@@ -174,6 +188,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", default="*", metavar="GLOB,...", help="names of records (default: all)")
     made.add_argument("--budget", type=float, default=1500.0, metavar="SECONDS", help="for all (default: 1500)")
     made.add_argument("--output", type=Path, metavar="DIR", help="folder of what is measured")
+    made.add_argument("--old", type=Path, metavar="DIR", help="checkout of the commit to compare with")
     made.add_argument("--dry-run", action="store_true", help="print and check the commands only")
     return made
 
@@ -184,6 +199,8 @@ def _main(options: argparse.Namespace) -> int:
         return _print(suite)
     if options.output is None:
         raise UserError("--output is missing\nfix: --output DIR, or --dry-run")
+    if options.old is not None and not (options.old / "bmburst").is_dir():
+        raise UserError(f"--old {options.old} is no checkout of bmburst\nfix: git worktree add {options.old} COMMIT")
     if (found := len(devices.gpus())) < suite.gpus:
         raise UserError(f"{options.file} needs {suite.gpus} GPUs, this machine has {found}\nfix: --dry-run")
     require_folder("--output", options.output)
@@ -205,31 +222,32 @@ def _text(value: Any) -> str:
 def _print(suite: Suite) -> int:
     """Print and check the commands of a list; return 2 if one is refused."""
     status = 0
-    for each in suite.records:
+    for each in suite.runs:
         words = each.words(Path("DIR"))
         try:
             found = check(words)
         except UserError as error:
             status, found = 2, f"refused: {error}"
-        print(f"{each.name}: {each.seconds:.0f} s{found and f', {found}'}\n  {shlex.join(words)}", flush=True)
-    print(f"{len(suite.records)} commands, {sum(each.seconds for each in suite.records):.0f} s, {suite.gpus} GPUs")
+        where = f", at {each.old}" if each.old else ""
+        print(f"{each.name}: {each.seconds:.0f} s{where}{found and f', {found}'}\n  {shlex.join(words)}", flush=True)
+    print(f"{len(suite.runs)} commands, {sum(each.seconds for each in suite.runs):.0f} s, {suite.gpus} GPUs")
     return status
 
 
 def run(
     suite: Suite, options: argparse.Namespace, state: Path, before: Mapping[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Run what did not run before and fits into the budget, and return what became of each record.
+    """Run what did not run before and fits into the budget, and return what became of each run.
 
     `state` is the file of the outcomes, written after each command; `before` are those of earlier calls, by name.
     """
     ends = time.monotonic() + options.budget
     outcomes = dict(before)
-    for each in suite.records:
+    for each in suite.runs:
         if outcomes.get(each.name, {}).get("state") == RAN:
             continue
         left = ends - time.monotonic()
-        words, reason = each.words(options.output.absolute()), _why_not(each, left)
+        words, reason = each.words(options.output.absolute()), _why_not(each, left, options.old)
         row: dict[str, Any] = {"command": shlex.join(words), "expected": each.seconds, "asked": each.asked}
         row |= {"state": LEFT_OUT, "reason": reason} if reason else _ran(each, words, left, options)
         outcomes[each.name] = row
@@ -239,10 +257,12 @@ def run(
     return outcomes
 
 
-def _why_not(each: Record, left: float) -> str:
-    """Return why a record is left out, or "" if it is not."""
+def _why_not(each: Record, left: float, old: Path | None) -> str:
+    """Return why a run is left out, or "" if it is not."""
     if missing := [module for module in each.needs if find_spec(module) is None]:
         return f"the module {missing[0]} is not installed"
+    if each.old and old is None:
+        return f"--old does not name a checkout of {each.old}"
     return f"{left:.0f} s are left of the budget" if left < each.seconds else ""
 
 
@@ -255,7 +275,7 @@ def _ran(each: Record, words: Sequence[str], left: float, options: argparse.Name
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=options.old if each.old else ROOT,
             # Kernels that are compiled for a command serve the next ones.
             env=os.environ | {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"},
             stdout=output,

@@ -117,6 +117,7 @@ MASKS = (*PLAIN_MASKS, "documents", "window")  # the latter two have a suite eac
 TREE = "tree"  # a suite too; it is no single pattern, so only `burst_attention` computes it
 MHA, GQA = (32, 32), (32, 8)
 HEAD_DIM = 128
+BALANCED, LLAMA3 = "-balanced", "-llama3"  # suffixes of the names of methods for documents
 
 
 class AttentionSuite(NamedTuple):
@@ -223,10 +224,10 @@ def accuracy_ranks(world: int) -> tuple[int, ...]:
 
 
 def _is_for(cell: Cell) -> bool:
-    """Return whether the method is measured for the cell's suite and ranks; errors on one rank are those of few."""
-    if cell.suite == "accuracy" and cell.ranks == 1:
-        return cell.method in (ONE_GPU, "ours")
-    return cell.suite != "accuracy" or cell.method != ONE_GPU
+    """Return whether the method is measured for the cell's suite, mask and ranks."""
+    if cell.suite == "accuracy" and (cell.ranks == 1) != (cell.method == ONE_GPU):
+        return cell.ranks == 1 and cell.method == "ours"  # other methods are measured on several ranks
+    return cell.mask == "documents" or not cell.method.endswith((BALANCED, LLAMA3))
 
 
 def _cells(selection: Selection, name: str) -> Iterator[Cell]:

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention.cells import MASKS, TREE, Cell, Traffic, mask_of, sizes
+from benchmarks.attention.cells import BALANCED, MASKS, TREE, Cell, Traffic, mask_of, sizes
 from benchmarks.attention.method import Attend, Method, OneGpu, Setting
-from benchmarks.attention.packages import BurstAttentionPackage, RingFlashAttention, Yunchang
+from benchmarks.attention.packages import BurstAttentionPackage, RingFlashAttention, RingFlashAttentionLlama3, Yunchang
 from benchmarks.attention.peers import RingLi, Ulysses
 from bmburst.attention.api import burst_attention, resolve_group
 from bmburst.attention.call import AttentionCall, decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.waits import WaitMeter
 from bmburst.schedule.gather_plan import Visibility, pulled
+from bmburst.schedule.layout import Balanced
 from bmburst.schedule.parallelism import STRATEGIES, TRANSPORTS
 from bmburst.schedule.ring_schedule import distances
 
@@ -27,14 +28,20 @@ class Ours(Method):
 
     masks = (*MASKS, TREE)
 
-    def __init__(self, strategy: str = "auto", transport: str = "auto") -> None:
+    def __init__(self, strategy: str = "auto", transport: str = "auto", balanced: bool = False) -> None:
         plain = strategy == transport == "auto"
-        self.name = "ours" if plain else f"ours-{strategy}-{transport}"
-        self.strategy, self.transport = strategy, transport
+        self.name = ("ours" if plain else f"ours-{strategy}-{transport}") + (BALANCED if balanced else "")
+        self.strategy, self.transport, self.balanced = strategy, transport, balanced
+
+    def shape_refusal(self, cell: Cell) -> str | None:
+        """See `Method.shape_refusal`."""
+        if self.balanced and cell.tokens % (Balanced.chunks * cell.ranks):
+            return f"layout 'balanced' takes multiples of {Balanced.chunks * cell.ranks} tokens"
+        return None
 
     def layout(self, cell: Cell) -> str:
         """See `Method.layout`."""
-        return _LAYOUTS[cell.mask]
+        return Balanced.name if self.balanced else _LAYOUTS[cell.mask]
 
     def resolve(self, cell: Cell, setting: Setting) -> tuple[Traffic | None, dict[str, Any]]:
         """See `Method.resolve`: returns the library's choices for these shapes."""
@@ -83,7 +90,9 @@ class Ours(Method):
 def ours_on(device: str) -> tuple[Ours, ...]:
     """Return `burst_attention` with every strategy and transport for a device, "cuda" or "cpu"."""
     transports = [t for t in TRANSPORTS if t != "auto" and (t == "gloo") == (device == "cpu")]
-    return Ours(), *(Ours(strategy, transport) for strategy in STRATEGIES for transport in transports)
+    plain = (Ours(strategy, transport) for strategy in STRATEGIES for transport in transports)
+    balanced = (Ours(strategy, t, balanced=True) for strategy in ("gather", "ring") for t in transports)
+    return Ours(), *plain, Ours(balanced=True), *balanced
 
 
 def traffic(cell: Cell, call: AttentionCall) -> Traffic:
@@ -129,6 +138,6 @@ def all_methods(device: str) -> dict[str, Method]:
     They run in this order: one GPU, bmburst with automatic choices, close peers, all bmburst variants, other peers.
     """
     first, *others = ours_on(device)
-    close = (Ulysses(), RingFlashAttention())
+    close = (Ulysses(), RingFlashAttention(), RingFlashAttentionLlama3())
     listed = (OneGpu(), first, *close, *others, Yunchang(), BurstAttentionPackage(), RingLi())
     return {method.name: method for method in listed}

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention.cells import PLAIN_MASKS, Cell, Traffic, sample_document_lengths, sizes
+from benchmarks.attention.cells import LLAMA3, PLAIN_MASKS, Cell, Traffic, sample_document_lengths, sizes
 from benchmarks.attention.method import Attend, ForBackward, LocalKernel, Method, Setting
 from bmburst_ops.flash import CAUSAL, FULL, Band, Gradients, Segments
 from bmburst_ops.flash.fa4 import fa4_options
 from bmburst_ops.flash.inputs import PackageArguments, aligned, gradient_memory
 from bmburst_ops.flash.kernel import deliver_gradients
+
+_STRIDE = 4  # KV heads that ring-flash-attn gathers at once, as in its own benchmark
 
 
 class PackageMethod(Method):
@@ -118,9 +120,7 @@ class RingFlashAttention(PackageMethod):
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """See `Method.bind`."""
-        with flash_attention_2(setting.kernel, f"{self.module}.adapters"):
-            package: Any = importlib.import_module(self.module)
-        group = setting.group.process_group
+        package, group = self.load(setting), setting.group.process_group
         if cell.mask != "documents":
             function: Callable[..., Tensor] = (
                 package.zigzag_ring_flash_attn_func if cell.is_causal else package.ring_flash_attn_func
@@ -131,6 +131,11 @@ class RingFlashAttention(PackageMethod):
         call = {"cu_seqlens": offsets, "max_seqlen": max(chunks), "causal": True, "group": group}
         packed: Callable[..., Tensor] = package.zigzag_ring_flash_attn_varlen_func
         return lambda q, k, v: packed(q[0], k[0], v[0], **call)[None]
+
+    def load(self, setting: Setting) -> Any:
+        """Return the package, with the kernel under test."""
+        with flash_attention_2(setting.kernel, f"{self.module}.adapters"):
+            return importlib.import_module(self.module)
 
     def positions(self, cell: Cell, rank: int) -> Tensor:
         """See `Method.positions`; -1 for padding."""
@@ -156,6 +161,47 @@ class RingFlashAttention(PackageMethod):
         return 2 * sum(_chunks(cell)) if cell.mask == "documents" else cell.tokens // cell.ranks
 
 
+class RingFlashAttentionLlama3(RingFlashAttention):
+    """ring-flash-attn's llama3 functions: each rank gathers K and V of a few heads at a time."""
+
+    name = f"ring-flash-attn{LLAMA3}"
+    masks = ("documents",)
+
+    def layout(self, cell: Cell) -> str:
+        """See `Method.layout`."""
+        del cell
+        return "contiguous"
+
+    def traffic(self, cell: Cell) -> Traffic:
+        """See `Method.traffic`: K and V of all ranks, twice, and shares of dK and dV from all ranks."""
+        once = 2.0 * sizes(cell).k * (cell.ranks - 1)
+        return Traffic(once, 3 * once)
+
+    def memory(self, cell: Cell) -> float:
+        """See `Method.memory`: in addition K and V of some heads, those of the next heads, and gradients of both."""
+        share = _stride(cell) / cell.kv_heads
+        return super().memory(cell) + 6.0 * sizes(cell).k * cell.ranks * share
+
+    def bind(self, cell: Cell, setting: Setting) -> Attend:
+        """See `Method.bind`."""
+        package, group = self.load(setting), setting.group
+        edges = [0, *accumulate(sample_document_lengths(cell.tokens))]
+        offsets = torch.tensor(edges, dtype=torch.int32, device=group.device)
+        values = package.llama3_flash_attn_prepare_cu_seqlens(offsets, True, group.rank, group.size)
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
+        call = dict(zip(names, values, strict=True)) | {"heads_k_stride": _stride(cell), "causal": True}
+        function: Callable[..., Tensor] = package.llama3_flash_attn_varlen_func
+        return lambda q, k, v: function(q[0], k[0], v[0], **call, group=group.process_group)[None]
+
+    def positions(self, cell: Cell, rank: int) -> Tensor:
+        """See `Method.positions`."""
+        own = cell.tokens // cell.ranks
+        return torch.arange(rank * own, (rank + 1) * own)
+
+    def _held(self, cell: Cell) -> int:
+        return cell.tokens // cell.ranks
+
+
 def zigzag_positions(lengths: Sequence[int], size: int, rank: int) -> list[int]:
     """Return a rank's positions if each document is padded to 2 P equal chunks and the rank holds two of them.
 
@@ -178,6 +224,10 @@ def _chunk(length: int, size: int) -> int:
 
 def _chunks(cell: Cell) -> list[int]:
     return [_chunk(n, cell.ranks) for n in sample_document_lengths(cell.tokens)]
+
+
+def _stride(cell: Cell) -> int:
+    return max(n for n in range(1, _STRIDE + 1) if cell.kv_heads % n == 0)
 
 
 _INTERFACE = "flash_attn.flash_attn_interface"

@@ -11,8 +11,10 @@ import torch
 
 from benchmarks.attention.cells import (
     Cell,
+    Selection,
     facts,
     forward_flops,
+    list_cells,
     mask_of,
     median_tokens,
     one_gpu_cell,
@@ -121,9 +123,16 @@ def test_what_cannot_do_a_mask_is_refused_by_name(monkeypatch):
     ours = {name for name in METHODS if name.startswith("ours")}
     both = ours | {"one-gpu", "ulysses"}
     assert able["window"] == both
-    assert able["documents"] == both | {"ring-flash-attn"}
+    assert able["documents"] == both | {"ring-flash-attn", "ring-flash-attn-llama3"}
     assert "ignore the window in backward" in METHODS["ring-flash-attn"].refusal(cell("window"))
     assert "masks only, not 'documents'" in METHODS["ring-li-2021"].refusal(cell())
+    assert "multiples of 64 tokens" in METHODS["ours-ring-peer-balanced"].refusal(cell(tokens=131072 + 16))
+    assert METHODS["ours-ring-peer-balanced"].refusal(cell()) is None
+    named = {
+        c.method
+        for c in list_cells(Selection(ranks=(8,), device="cuda", methods=tuple(METHODS), globs=("documents/*",)))
+    }
+    assert {"ours-balanced", "ours-gather-peer-balanced", "ours-heads-peer", "ours-ring-nccl-balanced"} <= named
 
 
 @pytest.mark.parametrize("mask", MASKED)

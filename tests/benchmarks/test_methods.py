@@ -81,7 +81,8 @@ def test_ours_computes_attention_by_what_its_name_says():
 @on_processes(3, fresh=True)
 def test_documents_and_a_window_are_computed_on_three_ranks():
     group = RankGroup(process_group=dist.group.WORLD, rank=dist.get_rank(), size=3, device=torch.device("cpu"))
-    for method in ("ulysses", "ours", *(f"ours-{strategy}-gloo" for strategy in ("heads", "gather", "ring"))):
+    names = ("heads-gloo", "gather-gloo", "ring-gloo", "gather-gloo-balanced", "ring-gloo-balanced")
+    for method in ("ulysses", "ours", "ours-balanced", *(f"ours-{name}" for name in names)):
         for changes in MASKED:
             _compare(cell(method, 3, **changes, heads=6, kv_heads=3), group)
     sys.modules["ring_flash_attn"] = SimpleNamespace(zigzag_ring_flash_attn_varlen_func=_zigzag_in_documents)

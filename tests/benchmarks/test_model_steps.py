@@ -8,15 +8,55 @@ import pytest
 
 from benchmarks import grpo, hybrid
 from tests.benchmarks.made import measured
+from tests.docs.scripts import run_script
+
+STAND_IN = """
+import sys
+from types import ModuleType, SimpleNamespace
+
+from bmburst.cli import main
+from bmburst.linear.api import burst_causal_conv, burst_linear_attention
+
+
+def context(cu_seqlens, group, conv1d_kernel_size, layout):
+    assert cu_seqlens.tolist() == [0, 64]
+    return SimpleNamespace(layout=layout, width=conv1d_kernel_size)
+
+
+def scan(q, k, v, *, g, beta, use_qk_l2norm_in_kernel, cp_context):
+    return burst_linear_attention(q, k, v, g, beta, normalize=use_qk_l2norm_in_kernel, layout=cp_context.layout), None
+
+
+def convolve(x, weight, bias, *, activation, cp_context):
+    assert cp_context.width == weight.shape[-1]
+    return burst_causal_conv(x, weight, bias, activation=activation, layout=cp_context.layout), None
+
+
+def module(name, **content):
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name]).update(content)
+
+
+module("fla")
+module("fla.ops")
+module("fla.ops.cp", build_cp_context=context)
+module("fla.modules.convolution", causal_conv1d=convolve)
+module("fla.ops.gated_delta_rule", chunk_gated_delta_rule=scan)
+sys.exit(main(["bench", "hybrid", *"--small --layers 2 --tokens 64 --repeats 1 --output found.json".split()]))
+"""
 
 
 @pytest.mark.long
-def test_a_step_of_a_hybrid_is_measured_and_what_cannot_run_is_named(tmp_path):
-    words = "--small --layers 2 --tokens 64 --repeats 1"
-    found, text = measured(tmp_path, 2, "hybrid", *words.split())
+def test_a_step_of_a_hybrid_is_measured_beside_flas_context_parallelism(tmp_path):
+    """A stand-in takes fla's place: the arguments of its functions are those of fla 0.6."""
+    (tmp_path / "script.py").write_text(STAND_IN)
+    run_script(tmp_path, 2, ["script.py"])
+    found = json.loads((tmp_path / "found.json").read_text())
     rows = {row["method"]: row for row in found["rows"]}
     assert rows.keys() == {*hybrid.METHODS} and "ringmaster" in rows["ringmaster"]["failed"]
+    assert rows["fla-cp"]["loss"] == pytest.approx(rows["ours"]["loss"], abs=1e-6)
     assert all(row["seconds"] > 0 for name, row in rows.items() if name != "ringmaster")
+    text = (tmp_path / "found.md").read_text()
     assert "| 64, ours | " in text and "64, ringmaster: No module" in text
 
 

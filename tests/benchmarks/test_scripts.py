@@ -66,6 +66,7 @@ def test_a_benchmark_of_rows_records_what_was_run_and_where(tmp_path, capsys):
 
 def test_a_row_that_shows_a_fault_is_the_exit_status():
     for name, fault, fine in (
+        ("linear", {"right": False}, {"first s": 1.0}),
         ("families", {"result": "failed"}, {"result": "exact"}),
         ("grpo", {"failed": "exit status 1"}, {"out_of_memory": "9 GiB"}),
         ("hybrid", {"method": "ours", "failed": "no"}, {"method": "ringmaster", "failed": "no"}),
@@ -120,16 +121,19 @@ def test_block_sparse_kernels_are_measured_beside_dense(tmp_path):
     assert text == sparse_cross.block_sparse_table(found) + "\n" and text.count("| reference |") == 3
 
 
-def test_block_sparse_attention_over_two_ranks_is_measured_beside_one(tmp_path):
-    found, text = measured(tmp_path, 2, "block-sparse", "--small", "--kernels", "reference,fa4")
+@pytest.mark.parametrize(("layout", "skipped"), [("contiguous", 0.25), *long(("zigzag", 0.0))])
+def test_block_sparse_attention_over_two_ranks_is_measured_beside_one(tmp_path, layout, skipped):
+    """Two blocks, a rank each under "contiguous": the first sees nothing of the second."""
+    words = ["block-sparse", "--small", "--kernels", "reference,fa4", "--layout", layout]
+    found, text = measured(tmp_path, 2, *words)
     rows = found["rows"]
-    assert (found["sequence_ranks"], found["layout"], found["machine"]["ranks"], len(rows)) == (2, "zigzag", 2, 6)
+    assert (found["sequence_ranks"], found["layout"], found["machine"]["ranks"], len(rows)) == (2, layout, 2, 6)
     for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
-        assert ours["skipped"] == 0 and "'fa4'" in theirs["refused"] and "skipped" not in theirs
+        assert ours["skipped"] == skipped and "'fa4'" in theirs["refused"] and "skipped" not in theirs
         for direction in ("forward", "forward and backward"):
             assert ours[direction]["ratio"] > 0 and ours[direction]["one_gpu_milliseconds"] > 0
     assert text == sparse_cross.block_sparse_table(found) + "\n" and "over 2 ranks" in text
-    assert text.count("| reference | 0% | ") == 3 and text.count("| fa4 | - | ") == 3
+    assert text.count(f"| reference | {skipped:.0%} | ") == 3 and text.count("| fa4 | - | ") == 3
 
 
 @pytest.mark.long

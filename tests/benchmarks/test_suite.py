@@ -10,6 +10,7 @@ from tests.refusals import refused, says
 
 LISTS = sorted((Path(suite.__file__).parent / "suites").glob("*.yaml"))
 SLEEPS = "import time; print('asleep', flush=True); time.sleep(600)"
+WHERE = "import os; print(os.getcwd())"
 
 
 def listed(folder, *records, gpus=0):
@@ -30,10 +31,10 @@ def ran(path, output, *words):
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
 def test_every_command_of_a_list_is_understood_by_its_program(path, capsys):
     assert suite.main([str(path), "--dry-run"]) == 0, capsys.readouterr().out
-    records = suite.read_suite(path).records
+    runs = suite.read_suite(path).runs
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 2 * len(records) + 1 and all(record.asked for record in records)
-    assert printed[-1].startswith(f"{len(records)} commands, ")
+    assert len(printed) == 2 * len(runs) + 1 and all(run.asked for run in runs)
+    assert printed[-1].startswith(f"{len(runs)} commands, ")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,18 @@ def test_commands_run_in_order_until_the_budget_ends_and_what_ran_does_not_run_a
     assert again["broken"]["state"] == "failed" and status == 1
 
 
+def test_a_record_is_measured_in_turns_with_an_older_checkout(tmp_path):
+    (tmp_path / "old" / "bmburst").mkdir(parents=True)
+    path = listed(tmp_path, record("both", WHERE, old="4bf1eadd", turns=2))
+    status, found = ran(path, tmp_path / "out")
+    assert [row["state"] for row in found.values()] == ["ran", "left out"] * 2 and status == 0
+    assert "4bf1eadd" in found["both-old"]["reason"]
+    _, found = ran(path, tmp_path / "out", "--old", str(tmp_path / "old"))
+    assert list(found) == ["both", "both-old", "both-2", "both-old-2"]
+    where = [(tmp_path / "out" / f"{name}.log").read_text().strip() for name in found]
+    assert where == [str(suite.ROOT), str(tmp_path / "old")] * 2
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -107,6 +120,7 @@ def test_a_list_is_refused_on_a_machine_with_fewer_gpus(tmp_path, capsys):
         (["--output", str(tmp_path / "out")], ("64 GPUs", "--dry-run")),
         ([], ("--output",)),
         (["--only", "two"], ("two", "one")),
+        (["--output", str(tmp_path / "out"), "--old", str(tmp_path)], ("--old", "checkout")),
     ):
         assert suite.main([str(path), *words]) == 2
         assert says(capsys.readouterr().err, *said)
