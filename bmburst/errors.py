@@ -7,6 +7,10 @@ from pathlib import Path
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w-]*(\.\d[\w-]*)*")  # owner/name, whose dots stand before digits
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # of two slashes, Path leaves one
+OF_THE_MAKER = (
+    "in the format of the model's maker: give the model in that of transformers, whose scripts, such as "
+    "convert_mistral_weights_to_hf.py, write it"
+)
 _MOST_LINES, _MOST_CHARACTERS = 3, 1000  # of a message; of one of its lines
 
 
@@ -102,6 +106,8 @@ def hub_fix(path: str | Path, kind: str = "") -> str:
         return f"; of this folder of the hub's cache: {snapshots[-1].parent}"
     if saved := sorted(folder.glob("checkpoint-*/config.json"), key=lambda file: file.stat().st_mtime):
         return f"; of this folder of a Trainer: {saved[-1].parent}"
+    if made := sorted(folder.glob("consolidated.*")):
+        return f"; {made[0].name} is {OF_THE_MAKER}"
     if folder.is_dir() or _HUB_NAME.fullmatch(str(path)) is None or folder.parent.is_dir():
         return ""
     return f"; from the Hugging Face hub: hf download {kind}{path} --local-dir DIR"

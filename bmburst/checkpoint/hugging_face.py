@@ -42,7 +42,7 @@ from bmburst.checkpoint.sharded_files import (
 )
 from bmburst.checkpoint.tensor_files import TensorFile, json_bytes, open_tensors
 from bmburst.config import read_json
-from bmburst.errors import UserError, hub_fix
+from bmburst.errors import OF_THE_MAKER, UserError, hub_fix
 from bmburst_ops.dtypes import name_of
 
 if TYPE_CHECKING:
@@ -421,6 +421,11 @@ def _open(directory: Path) -> dict[str, TensorFile]:
         raise UserError(
             f"{directory} has {_some(others)}, and GGUF is not read\nallowed: {', '.join(_FILES)}\n"
             "fix: give the model from which it was made, in 16 or 32 bits"
+        )
+    if others := sorted(path.name for path in directory.glob("consolidated.*")):
+        raise UserError(
+            f"{directory} has {_some(others)}, which is not read\nallowed: {', '.join(_FILES)}\n"
+            f"fix: it is {OF_THE_MAKER}"
         )
     raise UserError(
         f"no weights in {directory}\nallowed: {', '.join(_FILES)}\nfix: give the directory that has one of them"

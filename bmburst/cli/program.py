@@ -90,8 +90,10 @@ _TASKS = (
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("mpiexec", "PMI_SIZE", "PMI_RANK"),
+    ("a PyTorchJob", "PET_NNODES", "PET_NODE_RANK"),
+    ("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
 )
-"""Launchers that set no RANK, and their variables: processes of a job, and which one of them this is."""
+"""What starts a command several times and sets no RANK; how many times it says, and which one of them this is."""
 LAUNCHED = "BMBURST_LAUNCH_FOLDER"
 """Environment variable that the launcher sets in its ranks. The launcher prints the first rank's error once."""
 
@@ -399,7 +401,7 @@ def _require_started(nproc: object) -> None:
 
 
 def _note_tasks() -> None:
-    """Note on standard error, once, that srun or mpirun has started several of this command, which is no rank.
+    """Note on standard error, once, that srun or a cluster has started several of this command, which is no rank.
 
     Each is a run of its own, which may be meant: they may have other options.
     """

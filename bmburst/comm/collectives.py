@@ -4,6 +4,7 @@
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,14 @@ from bmburst.errors import UserError
 # Names in torch 2.13, and in older releases.
 ALL_GATHER = ("all_gather_single", "all_gather_into_tensor")
 REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
+_SMALL = 1 << 20  # bytes of a collective whose handle is kept
+_ended: deque[Sequence[dist.Work]] = deque(maxlen=8)
+"""Handles of gloo's last collectives.
+
+A thread of gloo that is the last to hold one frees its tensors, for which it needs Python's lock. A process group that
+outlives `destroy_process_group`, as that of DistributedDataParallel, joins this thread with the lock: both would wait
+for ever.
+"""
 
 
 class _Pending:
@@ -35,6 +44,8 @@ class _Pending:
         for work in self._works:
             work.wait()
         if self._maker is None:
+            if self._works and sum(tensor.nbytes for tensor in (*self._received, *self._sent)) <= _SMALL:
+                _ended.append(self._works)
             self._works = ()  # a gloo message can be waited for only once
         elif (current := torch.cuda.current_stream()) != self._maker:
             # The stream that owns the memory has not waited for `current`.

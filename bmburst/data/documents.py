@@ -303,9 +303,11 @@ def _text(text_field: str, name: str, value: Any) -> str:
     if isinstance(value, UserError):  # the line is not valid JSON
         raise value
     if not isinstance(value, dict):
+        is_talk = isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value)
+        example = '{"messages": [...]}' if is_talk else f'{{"{text_field}": "..."}}'
         raise UserError(
             f"{name}: the line is not a JSON object: {short(value)}\n"
-            f'allowed: for example {{"{text_field}": "..."}}\nfix: write one JSON object per line'
+            f"allowed: for example {example}\nfix: write one JSON object per line"
         )
     if text_field not in value and "input_ids" in value:
         raise UserError(

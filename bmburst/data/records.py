@@ -350,8 +350,10 @@ def _instructed(name: str, value: dict[str, Any], answer: str = "output") -> tup
 
 
 def _answered(name: str, value: Any, key: str) -> Record:
-    """Return a record of the line's prompt and the answer of `key`: both text, or both lists of messages."""
+    """Return a record of the line's prompt and the answer of `key`: text, or messages and a text or messages."""
     prompt, answer = value["prompt"], value[key]
+    if isinstance(prompt, list) and isinstance(answer, str) and answer:
+        answer = [{"role": "assistant", "content": answer}]
     if isinstance(prompt, list) and isinstance(answer, list):
         before, after = read_messages(name, "prompt", prompt), read_messages(name, key, answer)
         if after[: len(before)] == before:
@@ -362,7 +364,7 @@ def _answered(name: str, value: Any, key: str) -> Record:
         return Record(name=name, messages=before + after, answers_from=len(before))
     for each, text in (("prompt", prompt), (key, answer)):
         if not isinstance(text, str):
-            raise wrong(name, each, text, "text, or in both a list of messages")
+            raise wrong(name, each, text, "text, or in both a list of messages, or text behind messages")
     if not answer:
         raise empty(name, key if key.startswith("completion") else f"{key} answer")
     return Record(name=name, prompt=prompt, text=answer)

@@ -180,6 +180,8 @@ TOKENIZER_FILES = (
     GENERATION_CONFIG,
 )
 """Files of a tokenizer's directory that belong to the model; further chat templates are in the folder `TEMPLATES`."""
+_UNREAD = ("tekken.json", "tiktoken.model", "sentencepiece.bpe.model")
+"""Further files of which each is a tokenizer."""
 _BESIDE = (TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, CHAT_TEMPLATE)
 """Files that are read beside a tokenizer.json that is given by its path."""
 # Common end-of-document tokens, for a tokenizer.json without tokenizer_config.json.
@@ -287,7 +289,8 @@ def other_files(folder: Path) -> list[str]:
     """Return the names of the files of a tokenizer in a folder without tokenizer.json; empty with it."""
     if (folder / TOKENIZER_FILE).is_file():
         return []
-    names = (name for name in TOKENIZER_FILES if name != GENERATION_CONFIG and (folder / name).is_file())
+    known = (*TOKENIZER_FILES, *_UNREAD)
+    names = (name for name in known if name != GENERATION_CONFIG and (folder / name).is_file())
     return [*names, *sorted(path.name for path in folder.glob("*.tiktoken"))]
 
 
@@ -335,7 +338,8 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
             f"allowed: a directory with {TOKENIZER_FILE}\n"
             + (
                 'fix: let transformers write it: python -c "from transformers import AutoTokenizer as T; '
-                f"T.from_pretrained('{path}').save_pretrained('{path}')\""
+                f"T.from_pretrained('{path}').save_pretrained('{path}')\"; or give the directory of the same tokenizer "
+                f"with {TOKENIZER_FILE}"
                 if others
                 else "fix: write it with the tokenizers package: Tokenizer.save('tokenizer.json')"
             )

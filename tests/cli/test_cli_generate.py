@@ -226,6 +226,10 @@ def test_directories_that_are_no_models_are_refused(tmp_path: Path, model: Path,
             (snapshot / "config.json").touch()
             fix = f"hf download {given} --local-dir" if given.startswith("Qwen") else f"{snapshot}"
             assert fix in refused(capsys, command[0], "--checkpoint", given, *command[1:]).split("fix: ")[1]
+        (of_the_maker := tmp_path / "original").mkdir(exist_ok=True)
+        (of_the_maker / "consolidated.00.pth").touch()
+        told = refused(capsys, command[0], "--checkpoint", str(of_the_maker), *command[1:])
+        assert "consolidated.00.pth is in the format of the model's maker" in told.split("fix: ")[1]
     assert "--checkpoint" in refused(capsys, "generate", "--prompt", "x")
     assert "tokenizer" in refused(capsys, "generate", "--checkpoint", str(bare), "--prompt", "x")
     assert "tokenizer" in refused(capsys, "generate", "--checkpoint", str(bare), "--prompts", __file__, "--stop", "x")

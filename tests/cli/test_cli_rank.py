@@ -259,6 +259,8 @@ def test_nproc_of_a_rank_is_not_ignored(as_rank, monkeypatch, capsys, command):
         ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
         ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
         ("mpiexec", "PMI_SIZE", "PMI_RANK"),
+        ("a PyTorchJob", "PET_NNODES", "PET_NODE_RANK"),
+        ("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
     ],
 )
 def test_tasks_of_launchers_that_set_no_rank_are_noted_once(as_rank, monkeypatch, capsys, launcher, size, rank):

@@ -2,6 +2,7 @@
 
 import random
 import time
+import weakref
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import bmburst
+from bmburst.comm.collectives import ProcessGroupCommunicator
 from bmburst.comm.groups import communicator
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape, current_mesh, using_mesh
@@ -183,6 +185,7 @@ def _over_gloo(folder):
     world = communicator(dist.group.WORLD)
     assert (world.rank, world.size, world.transport) == (dist.get_rank(), dist.get_world_size(), "gloo")
     verbs(world)
+    handles_outlive_gloos_own(ProcessGroupCommunicator(dist.group.WORLD))
     starts_before_its_peer(world, folder)
     if world.size < 4:
         verbs(communicator(None))
@@ -209,6 +212,20 @@ def _over_gloo(folder):
             Mesh.over_process_group(data=4 // (world.rank + 1))
         with refused(f"{world.size} ranks", "data 3", "1, "):
             Mesh.over_process_group(data=3 if world.rank == 2 else 2)
+
+
+def handles_outlive_gloos_own(comm):
+    """Or a thread of gloo frees tensors, and waits for Python's lock, which whoever joins the thread may hold."""
+
+    def handle_of(elements):
+        transfer = comm.all_reduce(torch.ones(elements))
+        handle = weakref.ref(transfer._works[0])
+        transfer.wait()
+        return handle
+
+    handles = [handle_of(3) for _ in range(12)]
+    assert [handle() is not None for handle in handles] == [False] * 4 + [True] * 8
+    assert handle_of(1 << 19)() is None, "what is kept is small"
 
 
 def _all_to_all(outputs, inputs, group, async_op):

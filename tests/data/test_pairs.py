@@ -58,6 +58,20 @@ def test_bad_lines_are_refused_by_file_and_line(tmp_path, line, words):
             corpus(tmp_path, line)
 
 
+def test_answers_as_text_behind_messages_are_the_assistants(tmp_path):
+    """So HelpSteer3 writes them, under other names of columns."""
+    folder = str(chat.directory(tmp_path / "t"))
+    lines = {"text": {"chosen": "yes", "rejected": "no"}, "messages": {"chosen": ANSWER, "rejected": NO}}
+    made = []
+    for name, answers in lines.items():
+        (tmp_path / name).mkdir()
+        file = corpus(tmp_path / name, {"prompt": USER} | answers, tokenizer=folder)
+        made.append(
+            [each.tolist() for each in (file.tokens, file.document_offsets, file.answers_in(range(len(file.tokens))))]
+        )
+    assert made[0] == made[1]
+
+
 def test_a_pair_among_other_records_is_refused(tmp_path):
     with refused("pairs.jsonl:2", "a preference pair", "pairs.jsonl:1", "fix: "):
         corpus(tmp_path, {"prompt": "a", "completion": "b"}, PAIR)

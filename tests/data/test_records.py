@@ -95,8 +95,9 @@ def test_prompt_and_completion(tmp_path):
         {"prompt": "2+2=", "completion": " 4\u4e16", "id": 7},
         {"prompt": LONG[:3], "completion": LONG[3:4]},
         {"text": "abc"},
+        {"prompt": LONG[:3], "completion": LONG[3]["content"]},
     )
-    plain, talk, text = (RecordEncoder(load_tokenizer(str(folder))).encode(each) for each in read(path))
+    plain, talk, text, answer = (RecordEncoder(load_tokenizer(str(folder))).encode(each) for each in read(path))
     tokenizer = load_tokenizer(str(folder))
     assert plain.ids.tolist() == [*tokenizer.encode_prompt("2+2= 4\u4e16"), tokenizer.eos_id]
     assert plain.answers.tolist() == [False] * 4 + [True] * 6
@@ -104,6 +105,7 @@ def test_prompt_and_completion(tmp_path):
     whole = ours(folder, LONG[:4]).answers
     first = len(theirs(folder, LONG[:3], add_generation_prompt=True)["input_ids"])
     assert talk.answers.tolist() == [bool(at >= first and each) for at, each in enumerate(whole)]
+    assert (answer.ids.tolist(), answer.answers.tolist()) == (talk.ids.tolist(), talk.answers.tolist())
     assert text.ids.tolist() == [1, *tokenizer.encode("abc"), 1]
     assert text.answers.tolist() == [False] + [True] * 4
     by_bytes = RecordEncoder(ByteTokenizer()).encode(read(path)[0])
@@ -206,6 +208,7 @@ def test_an_array_of_json(tmp_path):
         ({"messages": chat.conversation("a", "")}, "message 2 | empty"),
         ({"prompt": "a", "completion": ""}, "completion | empty"),
         ({"prompt": 3, "completion": "a"}, "prompt is 3 | text"),
+        ({"prompt": LONG[:1], "completion": ""}, "prompt | text behind messages"),
     ],
     ids=str,
 )

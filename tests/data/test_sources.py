@@ -195,7 +195,8 @@ def test_jsonl_field_and_half_characters(tmp_path):
     ("line", "words"),
     [
         (b'{"text": "a"', ["not valid JSON"]),
-        (b"[1]", ["not a JSON object", "[1]"]),
+        (b"[1]", ["not a JSON object", "[1]", '"text"']),
+        (b'[{"role": "user", "content": "a"}]', ["not a JSON object", '{"messages": [...]}']),
         (b'{"body": "a"}', ["no field 'text'", "'body'", "--text-field"]),
         (b'{"input_ids": [3], "labels": [3]}', ["token ids (input_ids)", "fix: give the text", "decode"]),
         (b'{"txt": "a"}', ["no field 'text'", "'txt'", "did you mean 'text'"]),

@@ -184,6 +184,11 @@ def test_init_from_that_cannot_work_is_refused(tmp_path):
     (config.init_from / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     says(refusal_of(check_paths, config), "model-Q4_K_M.gguf | GGUF is not read | model.safetensors | fix: ")
     gguf = config.init_from / "model-Q4_K_M.gguf"
+    gguf.rename(config.init_from / "consolidated.safetensors")
+    says(
+        refusal_of(check_paths, config), "consolidated.safetensors | not read | model.safetensors | fix: | transformers"
+    )
+    gguf.write_bytes(b"GGUF")
     says(refusal_of(resolve, (), {"init_from": str(gguf)}), f"init_from {gguf} | is a file | fix: ")
     other, _ = hugging_face(tmp_path / "gemma", model_type="gemma")
     text = refusal_of(resolve, (), {"init_from": str(other)})

@@ -200,6 +200,10 @@ def test_text_is_read_with_the_models_own_tokenizer(folder):
         with refused("no tokenizer.json | which has tokenizer.model | fix: | save_pretrained"):
             load_tokenizer(name or "bytes")
     assert Source.open(other).tokenizer is None  # prompts may be token ids
+    for before, name in itertools.pairwise(("tokenizer.model", "tekken.json", "tiktoken.model")):
+        (other / before).rename(other / name)  # Mistral, Kimi
+        with refused(f"no tokenizer.json | which has {name} | fix: "):
+            load_tokenizer(read(other) or "bytes")
     tokens = tiny.token_file(folder / "bytes.tokens", ["a" * 99]).path  # ids that mean other texts to the model
     values = {"init_from": folder / "base", "data": {"source": str(tokens)}}
     set_defaults_of_data(values)
