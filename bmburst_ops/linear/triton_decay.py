@@ -173,6 +173,20 @@ def _sums(decays, first, rows, inside, heads: tl.constexpr, chunk: tl.constexpr)
 
 
 @triton.jit
+def _tiles(
+    row, end, head, rows, channels, columns,
+    heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+):  # fmt: skip
+    """Return where a chunk's rows of keys and of values lie, which of their numbers there are, and which rows."""
+    inside = rows < end - row
+    at_key = (row * key_heads + head // (heads // key_heads)) * key_dim
+    at_key += rows[:, None] * (key_heads * key_dim) + channels[None, :]
+    at_value = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
+    is_key = inside[:, None] & (channels < key_dim)[None, :]
+    return at_key, at_value, is_key, inside[:, None] & (columns < value_dim)[None, :], inside
+
+
+@triton.jit
 def _scan_kernel(
     queries, keys, decays, values, before, out, states, transitions, lasts, begins, ends, firsts, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
@@ -181,10 +195,9 @@ def _scan_kernel(
     fragment, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
     columns = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
-    is_channel, of_value = channels < key_dim, columns < value_dim
     begin, end = tl.load(begins + fragment), tl.load(ends + fragment)
     of_state = channels[:, None] * value_dim + columns[None, :]
-    in_state = is_channel[:, None] & of_value[None, :]
+    in_state = (channels < key_dim)[:, None] & (columns < value_dim)[None, :]
     one = (fragment * heads + head).to(tl.int64) * key_dim * value_dim
     if before is not None:
         state = tl.load(before + one + of_state, mask=in_state, other=0.0)
@@ -194,12 +207,9 @@ def _scan_kernel(
         states += (tl.load(firsts + fragment) * heads + head) * (key_dim * value_dim)
     total = 0.0
     for row in range(begin, end, chunk):
-        inside = rows < end - row
-        at_key = (row * key_heads + head // (heads // key_heads)) * key_dim
-        at_key += rows[:, None] * (key_heads * key_dim) + channels[None, :]
-        at_value = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
-        is_key = inside[:, None] & is_channel[None, :]
-        is_there = inside[:, None] & of_value[None, :]
+        at_key, at_value, is_key, is_there, inside = _tiles(
+            row, end, head, rows, channels, columns, heads, key_heads, key_dim, value_dim
+        )
         key = tl.load(keys + at_key, mask=is_key, other=0.0)
         value = tl.load(values + at_value, mask=is_there, other=0.0)
         each, last = _sums(decays, row * heads + head, rows, inside, heads, chunk)
@@ -231,10 +241,9 @@ def _reverse_kernel(
     fragment, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
     columns = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
-    is_channel, of_value = channels < key_dim, columns < value_dim
     begin, end = tl.load(begins + fragment), tl.load(ends + fragment)
     of_state = channels[:, None] * value_dim + columns[None, :]
-    in_state = is_channel[:, None] & of_value[None, :]
+    in_state = (channels < key_dim)[:, None] & (columns < value_dim)[None, :]
     one = (fragment * heads + head).to(tl.int64) * key_dim * value_dim
     if after is not None:
         state = tl.load(after + one + of_state, mask=in_state, other=0.0)
@@ -246,12 +255,9 @@ def _reverse_kernel(
     last_row = begin + last_chunk * chunk
     for passed in range(0, end - begin, chunk):
         row = last_row - passed
-        inside = rows < end - row
-        at_key = (row * key_heads + head // (heads // key_heads)) * key_dim
-        at_key += rows[:, None] * (key_heads * key_dim) + channels[None, :]
-        at_value = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
-        is_key = inside[:, None] & is_channel[None, :]
-        is_there = inside[:, None] & of_value[None, :]
+        at_key, at_value, is_key, is_there, inside = _tiles(
+            row, end, head, rows, channels, columns, heads, key_heads, key_dim, value_dim
+        )
         query = tl.load(queries + at_key, mask=is_key, other=0.0)
         grad = tl.load(grad_out + at_value, mask=is_there, other=0.0)
         each, last = _sums(decays, row * heads + head, rows, inside, heads, chunk)
