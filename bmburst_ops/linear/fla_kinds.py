@@ -33,6 +33,7 @@ class Kind(ABC):
 
     def __init__(self, recurrence: Recurrence, inputs: Inputs, fragments: Fragments, factors: Inputs = ()) -> None:
         self.recurrence, self.inputs, self.fragments = recurrence, inputs, fragments
+        self.scale = recurrence.scale
         self.fla, self._given = fla_functions(), factors
         self.options = {"cu_seqlens": fragments.edges, "chunk_indices": fragments.chunks}
 
@@ -92,21 +93,19 @@ class GatedDelta(Kind):
 
     def out(self, before: Tensor | None) -> Tensor:
         """See `Kind.out`."""
-        found: Tensor = self.fla.delta.outputs(
-            self._chunks, self.inputs[2], before, self.recurrence.scale, self.fragments.spans
-        )
+        found: Tensor = self.fla.delta.outputs(self._chunks, self.inputs[2], before, self.scale, self.fragments.spans)
         return found
 
     def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
         """See `Kind.state_gradients`."""
         del scanned
-        found: Tensor = self.fla.delta.start_gradients(self._chunks, grad_out, self.recurrence.scale, spans)
+        found: Tensor = self.fla.delta.start_gradients(self._chunks, grad_out, self.scale, spans)
         return found
 
     def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
         """See `Kind.gradients`."""
         del scanned
-        delta, chunks, values, scale = self.fla.delta, self._chunks, self.inputs[2], self.recurrence.scale
+        delta, chunks, values, scale = self.fla.delta, self._chunks, self.inputs[2], self.scale
         states = delta.states_of_chunks(chunks, values, before, self.fragments)
         grads = delta.gradients_of_chunks(chunks, grad_out, after, scale, self.fragments)
         found: Inputs = delta.input_gradients(chunks, values, grad_out, (*states, *grads), scale, self.fragments)
@@ -150,9 +149,7 @@ class KDA(_Normalized):
         given = {"q": q, "k": k, "v": v, "gk": self.sums, "beta": beta, **self.options}
         if self._given:
             return *self.fla.kda_written(A=self._given[1], **given), *self._given
-        found: Inputs = self.fla.kda_intra(
-            disable_recompute=True, scale=self.recurrence.scale, chunk_size=CHUNK, **given
-        )
+        found: Inputs = self.fla.kda_intra(disable_recompute=True, scale=self.scale, chunk_size=CHUNK, **given)
         return found
 
     def summaries(self, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
@@ -165,7 +162,7 @@ class KDA(_Normalized):
         """See `Kind.state_gradients`. The last of `scanned` are gradients of values in their chunk."""
         w, _, queries, keys, *_ = self._chunks
         found: Tensor = self.fla.summaries.start_gradients(
-            queries, keys, w, grad_out, scanned[-1], self.sums, self.recurrence.scale, spans
+            queries, keys, w, grad_out, scanned[-1], self.sums, self.scale, spans
         )
         return found
 
@@ -179,13 +176,7 @@ class KDA(_Normalized):
     def out(self, before: Tensor | None) -> Tensor:
         """See `Kind.out`."""
         h, values = self.scanned(before)
-        given = {
-            "g": self.sums,
-            "A": self._chunks[4],
-            "scale": self.recurrence.scale,
-            "chunk_size": CHUNK,
-            **self.options,
-        }
+        given = {"g": self.sums, "A": self._chunks[4], "scale": self.scale, "chunk_size": CHUNK, **self.options}
         found: Tensor = self.fla.kda_fwd_o(q=self.inputs[0], v=values, h=h, **given)
         return found
 
@@ -193,7 +184,7 @@ class KDA(_Normalized):
         """See `Kind.scanned_again`: the scan, and the gradients of the weights and values inside of each chunk."""
         h, values = self.scanned(before)
         q, k, *_ = self.inputs
-        given = {"v": values, "do": grad_out, "A": self._chunks[4], "scale": self.recurrence.scale, **self.options}
+        given = {"v": values, "do": grad_out, "A": self._chunks[4], "scale": self.scale, **self.options}
         return h, values, *self.fla.kda_bwd_dav(q=q, k=k, **given)
 
     def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
@@ -201,7 +192,7 @@ class KDA(_Normalized):
         q, k, v, _, beta = self.inputs
         w, _, queries, keys, _, inverse = self._chunks
         h, values, of_weights, local = scanned
-        passed = {"do": grad_out, "scale": self.recurrence.scale, **self.options}
+        passed = {"do": grad_out, "scale": self.scale, **self.options}
         dh, _, dv = self.fla.bwd_dhu(
             q=queries, k=keys, w=w, gk=self.sums, h0=before, dht=after, dv=local, chunk_size=CHUNK, **passed
         )
@@ -214,12 +205,8 @@ class KDA(_Normalized):
         heads = k.shape[2]
         if v.shape[2] > heads:
             dq, dk = (t.unflatten(2, (heads, -1)).sum(3) for t in (dq, dk))
-        return (
-            *self.before_norms(dq, dk),
-            dv,
-            self.fla.cumsum(dg, chunk_size=CHUNK, reverse=True, **self.options),
-            dbeta,
-        )
+        dg = self.fla.cumsum(dg, chunk_size=CHUNK, reverse=True, **self.options)
+        return *self.before_norms(dq, dk), dv, dg, dbeta
 
 
 class Decay(_Normalized):
@@ -238,21 +225,19 @@ class Decay(_Normalized):
 
     def out(self, before: Tensor | None) -> Tensor:
         """See `Kind.out`."""
-        found: Tensor = self.fla.decay.outputs(
-            self._read, self.inputs[2], before, self.recurrence.scale, self.fragments.spans
-        )
+        found: Tensor = self.fla.decay.outputs(self._read, self.inputs[2], before, self.scale, self.fragments.spans)
         return found
 
     def state_gradients(self, spans: Spans, grad_out: Tensor, scanned: Inputs) -> Tensor:
         """See `Kind.state_gradients`."""
         del scanned
-        found: Tensor = self.fla.decay.start_gradients(self._read, grad_out, self.recurrence.scale, spans)
+        found: Tensor = self.fla.decay.start_gradients(self._read, grad_out, self.scale, spans)
         return found
 
     def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
         """See `Kind.gradients`."""
         del scanned
-        decay, values, scale = self.fla.decay, self.inputs[2], self.recurrence.scale
+        decay, values, scale = self.fla.decay, self.inputs[2], self.scale
         states = decay.states_of_chunks(self._read, values, before, self.fragments)
         grad_states, dv = decay.gradients_of_chunks(self._read, grad_out, after, scale, self.fragments)
         dq, dk, dg = decay.input_gradients(self._read, values, grad_out, states, grad_states, scale, self.fragments)
