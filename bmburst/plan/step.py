@@ -167,9 +167,11 @@ def _step_time(
     parts = {name: passes * seconds for name, seconds in parts.items()}
     parts["elementwise"] += (passes - 1) * _gradient_sums(candidate, hardware, whole=sums_whole)
     # Attention counts with its own waits, so that ways compare as in `burst_attention`. The host waits for the passes
-    # before the optimizer, which needs little of its time.
+    # before the optimizer, which needs little of its time. It needs as long for forward as for backward, which is
+    # longer on the GPU: at some lengths the GPU waits in forward only.
     others = sum(parts.values()) - parts["attention"] - parts["attention_communication"]
-    host = passes * waits + max(0.0, passes * issued - others)
+    forward = (others - parts["recompute"]) / (1 + BACKWARD)
+    host = passes * waits + sum(max(0.0, passes * issued / 2 - each) for each in (forward, others - forward))
     parameters = candidate.task.trained / candidate.shards
     if candidate.offload is Offload.NOTHING:
         optimizer = hardware.memory_seconds(_optimizer_bytes(candidate.task) * parameters)
