@@ -6,6 +6,7 @@
 - `fla_scan.py`, `fla_kinds.py`: how they are called, on fragments that run at the same time
 - `triton_gated_delta.py`, `triton_decay.py`: kernels of our own for two of the kinds
 - `triton_summaries.py`: for KDA, M and U of fragments, and the gradients of the states before them
+- `tiles.py`: what the kernels share
 - `fold.py`: the states between fragments
 - `conv.py`, `triton_conv.py`: the causal convolution
 """

@@ -20,12 +20,7 @@ from torch import Tensor
 
 from bmburst_ops.fragments import CHUNK
 from bmburst_ops.linear.spans import Fragments, Spans
-from bmburst_ops.linear.triton_summaries import shared_memory
-
-_COLUMNS = 64  # of a state for a program
-_WIDE = 128  # wider keys take more warps
-_SCRATCH = 32 << 10  # bytes of shared memory for other things than loads
-_ROOM = 96 << 10  # bytes of it for gradients of wide keys in wide blocks; Ada and consumers' GPUs have less
+from bmburst_ops.linear.tiles import COLUMNS, ROOM, SCRATCH, WIDE, floats, shared_memory
 
 
 class DecayInputs(NamedTuple):
@@ -51,8 +46,8 @@ def summarize(inputs: DecayInputs, values: Tensor, spans: Spans) -> tuple[Tensor
         spans: The fragments. M is one and U zero where they have no tokens.
     """
     count, heads = len(spans.begins), values.shape[2]
-    transitions = _floats(values, count, heads, 1, 1)
-    states = _floats(values, count, heads, inputs.keys.shape[3], values.shape[3])
+    transitions = floats(values, count, heads, 1, 1)
+    states = floats(values, count, heads, inputs.keys.shape[3], values.shape[3])
     given = values, None, None, None, transitions, states, *spans, 1.0
     _scan(_scan_kernel, inputs, given, spans, tiles=1, stages=3)
     return transitions, states
@@ -75,7 +70,7 @@ def states_of_chunks(inputs: DecayInputs, values: Tensor, before: Tensor | None,
 
 def start_gradients(inputs: DecayInputs, grad_out: Tensor, scale: float, spans: Spans) -> Tensor:
     """Return the gradients of the states before fragments through the outputs of each, as states, in fp32."""
-    found = _floats(grad_out, len(spans.begins), grad_out.shape[2], inputs.keys.shape[3], grad_out.shape[3])
+    found = floats(grad_out, len(spans.begins), grad_out.shape[2], inputs.keys.shape[3], grad_out.shape[3])
     given = grad_out, None, None, None, found, *spans, scale
     _scan(_reverse_kernel, inputs, given, spans, tiles=1, stages=3)
     return found
@@ -114,7 +109,7 @@ def input_gradients(
     """
     heads, (key_heads, key_dim) = values.shape[2], inputs.keys.shape[2:]
     dq, dk = (values.new_empty(*values.shape[:3], key_dim) for _ in range(2))
-    dg = _floats(values, *values.shape[:3])
+    dg = floats(values, *values.shape[:3])
     _gradient_kernel[len(fragments.chunks), heads](
         *(*inputs, values, grad_out, states, grad_states, dq, dk, dg, fragments.edges, fragments.chunks, scale),
         **_gradient_sizes(inputs, values),
@@ -122,10 +117,6 @@ def input_gradients(
     if heads > key_heads:
         dq, dk = (t.unflatten(2, (key_heads, -1)).sum(3) for t in (dq, dk))
     return dq, dk, dg
-
-
-def _floats(like: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def _scan(kernel: Any, inputs: DecayInputs, given: tuple[Any, ...], spans: Spans, *, tiles: int, stages: int) -> None:
@@ -146,21 +137,21 @@ def _sizes(inputs: DecayInputs, values: Tensor, tiles: int, stages: int) -> dict
     """
     key_heads, key_dim = inputs.keys.shape[2:]
     block_key = max(16, triton.next_power_of_2(key_dim))
-    load = CHUNK * inputs.keys.element_size() * (tiles * block_key + _COLUMNS)
-    room = (shared_memory(inputs.keys.device) - _SCRATCH) // load
+    load = CHUNK * inputs.keys.element_size() * (tiles * block_key + COLUMNS)
+    room = (shared_memory(inputs.keys.device) - SCRATCH) // load
     return {
         **{"heads": values.shape[2], "key_heads": key_heads, "key_dim": key_dim, "value_dim": values.shape[3]},
-        **{"chunk": CHUNK, "block_key": block_key, "block_columns": _COLUMNS},
-        **{"num_warps": 4 if key_dim <= _WIDE else 8, "num_stages": max(1, min(stages, room))},
+        **{"chunk": CHUNK, "block_key": block_key, "block_columns": COLUMNS},
+        **{"num_warps": 4 if key_dim <= WIDE else 8, "num_stages": max(1, min(stages, room))},
     }
 
 
 def _gradient_sizes(inputs: DecayInputs, values: Tensor) -> dict[str, int]:
     """Return the constants of `_gradient_kernel`, whose sums take more registers: wide keys have narrower blocks."""
     sizes = _sizes(inputs, values, tiles=2, stages=2)
-    if sizes["key_dim"] <= _WIDE:
+    if sizes["key_dim"] <= WIDE:
         return sizes
-    has_room = shared_memory(values.device) - _SCRATCH >= _ROOM
+    has_room = shared_memory(values.device) - SCRATCH >= ROOM
     return sizes | ({"num_warps": 16, "block_columns": 32} if has_room else {"num_warps": 4, "block_columns": 16})
 
 

@@ -27,13 +27,9 @@ from torch import Tensor
 from bmburst_ops.fragments import CHUNK
 from bmburst_ops.linear.kernel import EPSILON
 from bmburst_ops.linear.spans import Fragments, Spans
-from bmburst_ops.linear.triton_summaries import shared_memory
+from bmburst_ops.linear.tiles import COLUMNS, ROOM, SCRATCH, WIDE, floats, shared_memory
 
-_COLUMNS = 64  # of a state for a program
-_WIDE = 128  # wider keys take more warps
 _ROWS = 16  # of values for a program
-_SCRATCH = 32 << 10  # bytes of shared memory for other things than loads
-_ROOM = 96 << 10  # bytes of it for loads of wide keys with all columns; Ada and consumers' GPUs have less
 
 
 class Chunks(NamedTuple):
@@ -73,10 +69,10 @@ def make_chunks(
         fragments: All fragments.
     """
     heads, (key_heads, key_dim) = beta.shape[2], keys.shape[2:]
-    inverse, sums = keys.new_empty(*beta.shape, CHUNK), _floats(beta, *beta.shape)
+    inverse, sums = keys.new_empty(*beta.shape, CHUNK), floats(beta, *beta.shape)
     norms: tuple[Tensor | None, Tensor | None] = (None, None)
     if normalize:
-        norms = _floats(beta, *keys.shape[:3]), _floats(beta, *keys.shape[:3])
+        norms = floats(beta, *keys.shape[:3]), floats(beta, *keys.shape[:3])
     divided = (torch.empty_like(queries), torch.empty_like(keys)) if normalize else (queries, keys)
     _chunk_kernel[len(fragments.chunks), heads](
         *(queries, keys, decays, beta, *divided, *norms, sums, inverse, fragments.edges, fragments.chunks, EPSILON),
@@ -96,8 +92,8 @@ def summarize(chunks: Chunks, values: Tensor, spans: Spans, of_matrices: Spans) 
         of_matrices: Likewise. M is the identity where they have no tokens.
     """
     (heads, value_dim), key_dim, count = values.shape[2:], chunks.keys.shape[3], len(spans.begins)
-    transitions = _floats(values, count, heads, key_dim, key_dim)
-    states = _floats(values, count, heads, key_dim, value_dim)
+    transitions = floats(values, count, heads, key_dim, key_dim)
+    states = floats(values, count, heads, key_dim, value_dim)
     given = values, None, None, None, None, transitions, states, *spans, of_matrices.ends, 1.0
     _scan(_scan_kernel, chunks, given, spans, (value_dim, key_dim), tiles=1, stages=3)
     return transitions, states
@@ -124,7 +120,7 @@ def states_of_chunks(
 
 def start_gradients(chunks: Chunks, grad_out: Tensor, scale: float, spans: Spans) -> Tensor:
     """Return the gradients of the states before fragments through the outputs of each, as states, in fp32."""
-    found = _floats(grad_out, len(spans.begins), grad_out.shape[2], chunks.keys.shape[3], grad_out.shape[3])
+    found = floats(grad_out, len(spans.begins), grad_out.shape[2], chunks.keys.shape[3], grad_out.shape[3])
     given = grad_out, None, None, None, found, *spans, scale
     _scan(_reverse_kernel, chunks, given, spans, grad_out.shape[3:], tiles=2, stages=2)
     return found
@@ -176,10 +172,6 @@ def input_gradients(
     return dq, dk, dv, dg, dbeta
 
 
-def _floats(like: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
-
-
 def _scan(
     kernel: Any,
     chunks: Chunks,
@@ -207,22 +199,22 @@ def _sizes(chunks: Chunks, values: Tensor, tiles: int, stages: int) -> dict[str,
     """
     key_heads, key_dim = chunks.keys.shape[2:]
     block_key = max(16, triton.next_power_of_2(key_dim))
-    room = shared_memory(chunks.keys.device) - _SCRATCH
-    columns = _COLUMNS if key_dim <= _WIDE or room >= _ROOM else _COLUMNS // 2
+    room = shared_memory(chunks.keys.device) - SCRATCH
+    columns = COLUMNS if key_dim <= WIDE or room >= ROOM else COLUMNS // 2
     load = CHUNK * chunks.keys.element_size() * (tiles * block_key + 2 * columns)
     return {
         **{"heads": values.shape[2], "key_heads": key_heads, "key_dim": key_dim, "value_dim": values.shape[3]},
         **{"chunk": CHUNK, "block_key": block_key, "block_columns": columns},
-        **{"num_warps": 4 if key_dim <= _WIDE else 8, "num_stages": max(1, min(stages, room // load))},
+        **{"num_warps": 4 if key_dim <= WIDE else 8, "num_stages": max(1, min(stages, room // load))},
     }
 
 
 def _gradient_sizes(chunks: Chunks, values: Tensor) -> dict[str, int]:
     """Return the constants of `_gradient_kernel`, whose sums take more registers."""
     sizes = _sizes(chunks, values, tiles=3, stages=3)
-    if sizes["key_dim"] <= _WIDE:
+    if sizes["key_dim"] <= WIDE:
         return sizes | {"num_warps": 8}
-    has_room = shared_memory(chunks.keys.device) - _SCRATCH >= _ROOM
+    has_room = shared_memory(chunks.keys.device) - SCRATCH >= ROOM
     return sizes | ({"num_warps": 16, "block_columns": 32} if has_room else {"num_warps": 4, "block_columns": 16})
 
 

@@ -7,20 +7,15 @@ and their sums in fp32, as in fla's kernels.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from functools import cache
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bmburst_ops.fragments import CHUNK
 from bmburst_ops.linear.spans import Spans
+from bmburst_ops.linear.tiles import COLUMNS, SCRATCH, WIDE, shared_memory
 
-_COLUMNS = 64  # of a state for a program
 _MOST_STAGES = 3  # loads of so many chunks in flight, if shared memory holds them
-_SCRATCH = 32 << 10  # bytes of shared memory for other things
 
 
 def summarize(
@@ -41,7 +36,7 @@ def summarize(
     heads, value_dim, key_dim = *values.shape[2:], keys.shape[3]
     transitions = sums.new_empty(len(spans.begins), heads, key_dim, key_dim)
     states = sums.new_empty(len(spans.begins), heads, key_dim, value_dim)
-    blocks = triton.cdiv(value_dim, _COLUMNS) + triton.cdiv(key_dim, _COLUMNS)
+    blocks = triton.cdiv(value_dim, COLUMNS) + triton.cdiv(key_dim, COLUMNS)
     _summary_kernel[len(spans.begins) * heads, blocks](
         *(keys, written, values, sums, transitions, states, *spans[:2], of_matrices.ends),
         **_sizes(keys, values, tiles=2),
@@ -73,7 +68,7 @@ def start_gradients(
     """
     heads, value_dim = grad_out.shape[2:]
     states = sums.new_empty(len(spans.begins), heads, keys.shape[3], value_dim)
-    _start_gradient_kernel[len(spans.begins) * heads, triton.cdiv(value_dim, _COLUMNS)](
+    _start_gradient_kernel[len(spans.begins) * heads, triton.cdiv(value_dim, COLUMNS)](
         *(queries, keys, written, grad_out, grad_values, sums, states, *spans[:2], scale),
         **_sizes(keys, grad_out, tiles=3),
     )
@@ -84,22 +79,13 @@ def _sizes(keys: Tensor, values: Tensor, tiles: int) -> dict[str, int]:
     """Return the constants of a kernel that loads `tiles` times the keys of a chunk, and about as often the values."""
     key_dim = keys.shape[3]
     block_key = max(16, triton.next_power_of_2(key_dim))
-    chunk = CHUNK * keys.element_size() * (tiles * block_key + (tiles - 1) * _COLUMNS)
-    stages = (shared_memory(keys.device) - _SCRATCH) // chunk
+    chunk = CHUNK * keys.element_size() * (tiles * block_key + (tiles - 1) * COLUMNS)
+    stages = (shared_memory(keys.device) - SCRATCH) // chunk
     return {
         **{"heads": values.shape[2], "key_heads": keys.shape[2], "key_dim": key_dim, "value_dim": values.shape[3]},
-        **{"chunk": CHUNK, "block_key": block_key, "block_columns": _COLUMNS},
-        **{"num_warps": 4 if block_key <= 128 else 8, "num_stages": max(1, min(_MOST_STAGES, stages))},
+        **{"chunk": CHUNK, "block_key": block_key, "block_columns": COLUMNS},
+        **{"num_warps": 4 if block_key <= WIDE else 8, "num_stages": max(1, min(_MOST_STAGES, stages))},
     }
-
-
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have; 0 on a CPU, in Triton's interpreter."""
-    if device.type == "cpu":
-        return 0
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
 
 
 @triton.jit
