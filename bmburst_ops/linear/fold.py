@@ -66,7 +66,7 @@ def states_after(
         for fragment in others:
             state = recurrence.advance(transitions[fragment], state, ends[fragment], backward=backward)
         found.append(state)
-    return _stacked(found, ends)
+    return _stacked(found)
 
 
 def joined_transitions(
@@ -79,14 +79,12 @@ def joined_transitions(
         for fragment in others:
             product = recurrence.act(transitions[fragment], product)
         found.append(product)
-    return _stacked(found, transitions)
+    return _stacked(found)
 
 
-def _stacked(tensors: list[Tensor], like: Tensor) -> Tensor:
+def _stacked(tensors: list[Tensor]) -> Tensor:
     """Return tensors as one, without a copy if there is only one."""
-    if len(tensors) == 1:
-        return tensors[0][None]
-    return torch.stack(tensors) if tensors else like.new_empty(0, *like.shape[1:])
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
 
 
 def _orders(edges: tuple[int, ...], backward: bool) -> Iterator[range]:

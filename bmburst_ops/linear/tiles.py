@@ -1,9 +1,13 @@
-"""Sizes of tiles and of memory that the Triton kernels of recurrences share."""
+"""What the Triton kernels of recurrences share: sizes of tiles and of memory, and where the tiles of a chunk lie."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from functools import cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 64
@@ -28,3 +32,19 @@ def shared_memory(device: torch.device) -> int:
 def floats(like: Tensor, *shape: int) -> Tensor:
     """Return memory for fp32 on the device of a tensor."""
     return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+@triton.jit
+def chunk_tiles(
+    row, end, head, rows, channels, columns, is_channel, of_value,
+    heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+):  # fmt: skip
+    """Return where a chunk's rows of keys and of values lie, which of their numbers there are, and which rows.
+
+    Called for each chunk: with parts from before the loop, outputs of the gated delta rule took 1.4 ms in place of 1.2.
+    """
+    inside = rows < end - row
+    at_key = (row * key_heads + head // (heads // key_heads)) * key_dim
+    at_key += rows[:, None] * (key_heads * key_dim) + channels[None, :]
+    at_value = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
+    return at_key, at_value, inside[:, None] & is_channel[None, :], inside[:, None] & of_value[None, :], inside

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bmburst_ops.fragments import CHUNK
 from bmburst_ops.linear.spans import Fragments, Spans
-from bmburst_ops.linear.tiles import COLUMNS, ROOM, SCRATCH, WIDE, floats, shared_memory
+from bmburst_ops.linear.tiles import COLUMNS, ROOM, SCRATCH, WIDE, chunk_tiles, floats, shared_memory
 
 
 class DecayInputs(NamedTuple):
@@ -164,20 +164,6 @@ def _sums(decays, first, rows, inside, heads: tl.constexpr, chunk: tl.constexpr)
 
 
 @triton.jit
-def _tiles(
-    row, end, head, rows, channels, columns,
-    heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
-):  # fmt: skip
-    """Return where a chunk's rows of keys and of values lie, which of their numbers there are, and which rows."""
-    inside = rows < end - row
-    at_key = (row * key_heads + head // (heads // key_heads)) * key_dim
-    at_key += rows[:, None] * (key_heads * key_dim) + channels[None, :]
-    at_value = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
-    is_key = inside[:, None] & (channels < key_dim)[None, :]
-    return at_key, at_value, is_key, inside[:, None] & (columns < value_dim)[None, :], inside
-
-
-@triton.jit
 def _scan_kernel(
     queries, keys, decays, values, before, out, states, transitions, lasts, begins, ends, firsts, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
@@ -186,9 +172,10 @@ def _scan_kernel(
     fragment, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
     columns = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+    is_channel, of_value = channels < key_dim, columns < value_dim
     begin, end = tl.load(begins + fragment), tl.load(ends + fragment)
     of_state = channels[:, None] * value_dim + columns[None, :]
-    in_state = (channels < key_dim)[:, None] & (columns < value_dim)[None, :]
+    in_state = is_channel[:, None] & of_value[None, :]
     one = (fragment * heads + head).to(tl.int64) * key_dim * value_dim
     if before is not None:
         state = tl.load(before + one + of_state, mask=in_state, other=0.0)
@@ -198,8 +185,8 @@ def _scan_kernel(
         states += (tl.load(firsts + fragment) * heads + head) * (key_dim * value_dim)
     total = 0.0
     for row in range(begin, end, chunk):
-        at_key, at_value, is_key, is_there, inside = _tiles(
-            row, end, head, rows, channels, columns, heads, key_heads, key_dim, value_dim
+        at_key, at_value, is_key, is_there, inside = chunk_tiles(
+            row, end, head, rows, channels, columns, is_channel, of_value, heads, key_heads, key_dim, value_dim
         )
         key = tl.load(keys + at_key, mask=is_key, other=0.0)
         value = tl.load(values + at_value, mask=is_there, other=0.0)
@@ -232,9 +219,10 @@ def _reverse_kernel(
     fragment, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
     columns = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+    is_channel, of_value = channels < key_dim, columns < value_dim
     begin, end = tl.load(begins + fragment), tl.load(ends + fragment)
     of_state = channels[:, None] * value_dim + columns[None, :]
-    in_state = (channels < key_dim)[:, None] & (columns < value_dim)[None, :]
+    in_state = is_channel[:, None] & of_value[None, :]
     one = (fragment * heads + head).to(tl.int64) * key_dim * value_dim
     if after is not None:
         state = tl.load(after + one + of_state, mask=in_state, other=0.0)
@@ -246,8 +234,8 @@ def _reverse_kernel(
     last_row = begin + last_chunk * chunk
     for passed in range(0, end - begin, chunk):
         row = last_row - passed
-        at_key, at_value, is_key, is_there, inside = _tiles(
-            row, end, head, rows, channels, columns, heads, key_heads, key_dim, value_dim
+        at_key, at_value, is_key, is_there, inside = chunk_tiles(
+            row, end, head, rows, channels, columns, is_channel, of_value, heads, key_heads, key_dim, value_dim
         )
         query = tl.load(queries + at_key, mask=is_key, other=0.0)
         grad = tl.load(grad_out + at_value, mask=is_there, other=0.0)

@@ -27,7 +27,7 @@ from torch import Tensor
 from bmburst_ops.fragments import CHUNK
 from bmburst_ops.linear.kernel import EPSILON
 from bmburst_ops.linear.spans import Fragments, Spans
-from bmburst_ops.linear.tiles import COLUMNS, ROOM, SCRATCH, WIDE, floats, shared_memory
+from bmburst_ops.linear.tiles import COLUMNS, ROOM, SCRATCH, WIDE, chunk_tiles, floats, shared_memory
 
 _ROWS = 16  # of values for a program
 
@@ -296,15 +296,11 @@ def _scan_kernel(
     if states is not None:
         states += (tl.load(firsts + fragment) * heads + head) * (key_dim * value_dim)
     for row in range(begin, end, chunk):
-        inside = rows < end - row
-        # one expression for each tile: with parts from before the loop, outputs took 1.4 ms in place of 1.2
-        at_key = (row * key_heads + head // (heads // key_heads)) * key_dim
-        at_key += rows[:, None] * (key_heads * key_dim) + channels[None, :]
-        at_value = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
+        at_key, at_value, is_key, is_there, inside = chunk_tiles(
+            row, end, head, rows, channels, columns, is_channel, of_value, heads, key_heads, key_dim, value_dim
+        )
         at_row = row * heads + head + rows * heads
         at_inverse = (row * heads + head) * chunk + rows[:, None] * (heads * chunk) + rows[None, :]
-        is_key = inside[:, None] & is_channel[None, :]
-        is_there = inside[:, None] & of_value[None, :]
         key = tl.load(keys + at_key, mask=is_key, other=0.0)
         value = tl.load(values + at_value, mask=is_there, other=0.0).to(tl.float32)
         inner = tl.load(inverse + at_inverse, mask=inside[:, None], other=0.0)
