@@ -7,16 +7,6 @@ import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedModel
 
-_LOOKED_FOR = (
-    "forward",
-    "peft_config",
-    "rope_type",
-    "layerdrop",
-    "create_position_ids_from_input_ids",
-    "neftune_noise_alpha",
-)
-"""Attributes that checks look for in each call. They are found together: a look at all modules is most of the time."""
-
 
 class Modules:
     """The modules in a module, itself the first, found once for several checks. Those of another object are none.
@@ -30,7 +20,7 @@ class Modules:
         kinds: Their classes.
     """
 
-    __slots__ = ("_marked", "_own", "every", "kinds", "model")
+    __slots__ = ("_own", "every", "kinds", "model")
 
     def __init__(self, model: object) -> None:
         self.model = model
@@ -48,7 +38,6 @@ class Modules:
                     waiting.extend(reversed(inner.values()))
         self.every: list[Any] = list(self._own)
         self.kinds: set[type] = set(map(type, self.every))
-        self._marked: dict[Any, dict[str, Any]] | None = None
 
     def of(self, *kinds: type) -> list[Any]:
         """Return the modules of some classes, or of classes that derive from these."""
@@ -68,10 +57,7 @@ class Modules:
 
     def with_own(self, name: str) -> list[Any]:
         """Return the modules that have an attribute of their own, whatever their class has."""
-        if self._marked is None:
-            self._marked = {module: own for module, own in self._own.items() if not own.keys().isdisjoint(_LOOKED_FOR)}
-        looked_at = self._marked if name in _LOOKED_FOR else self._own
-        return [module for module, own in looked_at.items() if name in own]
+        return [module for module, own in self._own.items() if name in own]
 
     def hooks(self) -> list[Callable[..., Any]]:
         """Return what is called before and after the modules, also what torch calls for all modules."""
