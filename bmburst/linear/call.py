@@ -12,8 +12,7 @@ from torch import Tensor
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.schedule.chain import Chain, Piece
 from bmburst_ops.flash.inputs import DeviceVectors, copy_to_device
-from bmburst_ops.linear.kernel import LinearKernel, Pieces, Recurrence
-from bmburst_ops.pattern import IntArray
+from bmburst_ops.linear.kernel import LinearKernel, Pieces, Recurrence, Slots
 
 
 class Places(NamedTuple):
@@ -22,14 +21,10 @@ class Places(NamedTuple):
     Attributes:
         waiting: This rank's waiting pieces in `[slots, samples]`, flat.
         exporting: Its exporting pieces, likewise.
-        continues: 1 for each link and sample where the link's first token continues a document, else 0; flat.
-        passing: 1 for each link and sample where a state passes through the link to where it is used.
     """
 
     waiting: Tensor
     exporting: Tensor
-    continues: Tensor
-    passing: Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -82,6 +77,12 @@ class ChainCall:
         """Return where tensors lie, copied to the device once, without blocking the host."""
         return Places(*_sent_places(self, device).here())
 
+    def slots(self, pieces: Sequence[int], extra: int = 0) -> Slots:
+        """Return where some of this rank's pieces lie in `[slots + extra, samples]`, flat."""
+        samples, own = len(self.chain.starts), [self.own[number] for number in pieces]
+        places = tuple(self.chain.links[piece.link].slot * samples + piece.sample for piece in own)
+        return Slots(places, (self.chain.slots + extra) * samples)
+
     def in_slots(self, places: Tensor, tensors: Tensor, extra: int = 0) -> Tensor:
         """Return tensors of some pieces, `[pieces, ...]`, as `[slots + extra, samples, ...]`; zero where none is."""
         samples, slots = len(self.chain.starts), self.chain.slots + extra
@@ -106,22 +107,8 @@ class ChainCall:
 
 @lru_cache(maxsize=64)
 def _sent_places(call: ChainCall, device: torch.device) -> DeviceVectors:
-    chain, samples = call.chain, len(call.chain.starts)
-
-    def slots(numbers: Sequence[int]) -> IntArray:
-        pieces = [call.own[number] for number in numbers]
-        return np.array([chain.links[piece.link].slot * samples + piece.sample for piece in pieces], np.int64)
-
-    return copy_to_device(
-        (
-            slots(call.pieces.waiting),
-            slots(call.pieces.exporting),
-            np.array(chain.continues),
-            np.array([chain.passing(number) for number in range(len(chain.links))]),
-        ),
-        device,
-        torch.int64,
-    )
+    each = (call.slots(pieces).places for pieces in (call.pieces.waiting, call.pieces.exporting))
+    return copy_to_device([np.array(places, np.int64) for places in each], device, torch.int64)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -137,6 +124,16 @@ class ScanCall(ChainCall):
     recurrence: Recurrence
     kernel: LinearKernel
     hops: int
+
+    @cached_property
+    def sent(self) -> Slots:
+        """Where summaries of this rank's exporting pieces lie in what it sends in forward; nothing without states."""
+        return self.slots(self.pieces.exporting) if self.has_states else Slots((), 0)
+
+    @cached_property
+    def sent_back(self) -> Slots:
+        """Likewise, gradients of waiting pieces in backward; a slot more for that of the final state."""
+        return self.slots(self.pieces.waiting, extra=self.chain.has_final) if self.has_states else Slots((), 0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

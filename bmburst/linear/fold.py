@@ -11,12 +11,14 @@ it was folded. Bytes depend on heads and links, not on tokens. There are two way
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from bmburst.linear.call import ScanCall
+from bmburst_ops.linear.kernel import Inputs
+from bmburst_ops.linear.paths import Path, Paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,45 +27,34 @@ class Folded:
 
     Attributes:
         starts: States before its waiting pieces, `[waiting, *state]`.
-        transitions: M of all slots, or of this rank's share of their heads: `[ranks, slots, samples, heads, ...]`. For
-            backward.
         final: The state after the last token, `[samples, *state]`; None unless the chain has it.
+        transitions: M of all slots, or of this rank's share of their heads, `[ranks * slots * samples, heads, ...]`,
+            for backward.
     """
 
     starts: Tensor
-    transitions: Tensor
     final: Tensor | None
+    transitions: Tensor
 
 
-def fold_forward(call: ScanCall, transitions: Tensor, ends: Tensor, initial: Tensor | None) -> Folded:
+def fold_forward(call: ScanCall, inputs: Inputs, summaries: Tensor, initial: Tensor | None) -> Folded:
     """Return the states before this rank's waiting pieces.
 
     Args:
         call: The call.
-        transitions: M of this rank's exporting pieces, `[exporting, heads, ...]`.
-        ends: U of these pieces, `[exporting, heads, ...]`.
+        inputs: Inputs of the recurrence; their shapes are read.
+        summaries: M and U of this rank's exporting pieces in `call.sent`, `[slots * samples, heads, numbers]`.
         initial: States before the first token, `[samples, heads, ...]`, or None.
     """
     if not call.has_states:
-        return Folded(ends, transitions, None)
-    chain, hops, places = call.chain, _Hops(call, ends.shape[1]), call.places(ends.device)
-    summaries = hops.out(call.in_slots(places.exporting, _joined(transitions, ends)))
-    flat_m, flat_u = summaries.split([prod(transitions.shape[2:]), prod(ends.shape[2:])], -1)
-    # M is a copy: it is kept for backward, without U.
-    kept = flat_m.contiguous().view(*flat_m.shape[:-1], *transitions.shape[2:])
-    m, u = call.of_links(kept), call.of_links(flat_u.view(*flat_u.shape[:-1], *ends.shape[2:]))
-    state = None if initial is None else hops.own_heads(initial)  # None is zero
-    before: list[Tensor | None] = []
-    for k, link in enumerate(u):
-        held = _where(chain.continues[k], places.continues, k, state)
-        before.append(held)
-        passing = chain.passing(k)
-        passed = call.recurrence.act(m[k], held) if held is not None and any(passing) else None
-        passed = _where(passing, places.passing, k, passed)
-        state = link if passed is None else link + passed
-    states = hops.back(before, [state] if chain.has_final else [], like=u[0])
-    final = states[-1] if chain.has_final else None
-    return Folded(states.flatten(0, 1).index_select(0, places.waiting), kept, final)
+        transitions, starts = call.recurrence.summary_views(inputs, summaries)
+        return Folded(starts, None, transitions)
+    hops = _Hops(call, summaries.shape[1])
+    transitions, ends = call.recurrence.summary_views(inputs, hops.out(summaries).flatten(0, 2))
+    transitions = transitions.contiguous()  # a copy: it is kept for backward, without U
+    firsts = None if initial is None else hops.own_heads(initial.to(ends.dtype))
+    states = call.kernel.fold(call.recurrence, transitions, ends, link_paths(call, backward=False), firsts)
+    return Folded(*hops.back(states, call.pieces.waiting, call.places(ends.device).waiting), transitions)
 
 
 def fold_backward(
@@ -74,8 +65,8 @@ def fold_backward(
     Args:
         call: The call.
         transitions: `Folded.transitions`.
-        start_grads: Gradients of the states before this rank's waiting pieces through these pieces' own outputs,
-            `[waiting, heads, ...]`.
+        start_grads: Gradients of the states before this rank's waiting pieces through these pieces' own outputs, in
+            `call.sent_back`, `[slots * samples, heads, ...]`; it is changed.
         final_grad: This rank's gradient of the final state, `[samples, heads, ...]`; None if the chain has none.
 
     Returns:
@@ -84,23 +75,49 @@ def fold_backward(
     """
     if not call.has_states:
         return start_grads, None
-    chain, hops, places = call.chain, _Hops(call, start_grads.shape[1]), call.places(start_grads.device)
-    slots = call.in_slots(places.waiting, start_grads, extra=chain.has_final)
+    hops, firsts = _Hops(call, start_grads.shape[1]), None
     if final_grad is not None:
-        slots[-1] = final_grad
-    arrived = hops.out(slots)
-    grad = arrived[:, -1].sum(0) if chain.has_final else None  # None is zero
-    own, m = call.of_links(arrived), call.of_links(transitions)
-    after: list[Tensor | None] = []
-    for k in reversed(range(len(chain.links))):
-        after.append(grad)
-        passing = chain.passing(k)
-        passed = call.recurrence.act_transposed(m[k], grad) if grad is not None and any(passing) else None
-        passed = _where(passing, places.passing, k, passed)
-        grad = _where(chain.continues[k], places.continues, k, own[k] if passed is None else own[k] + passed)
-    states = hops.back(after[::-1], [grad] if call.has_initial else [], like=own[0])
-    initial_grad = states[-1] * call.is_first if call.has_initial else None
-    return states.flatten(0, 1).index_select(0, places.exporting), initial_grad
+        start_grads[-len(final_grad) :] = final_grad
+    arrived = hops.out(start_grads)
+    if call.chain.has_final:
+        arrived, firsts = arrived[:, :-1], arrived[:, -1].sum(0)
+    paths = link_paths(call, backward=True)
+    states = call.kernel.fold(call.recurrence, transitions, arrived.flatten(0, 2), paths, firsts, backward=True)
+    ends, initial = hops.back(states, call.pieces.exporting, call.places(states.device).exporting)
+    return ends, None if initial is None else initial * call.is_first
+
+
+@lru_cache(maxsize=64)
+def link_paths(call: ScanCall, *, backward: bool) -> Paths:
+    """Return the paths of states through links, whose rows are `[ranks, slots, samples]`, flat.
+
+    They store the states before this rank's waiting pieces, or with two hops those before all links, placed as the
+    rows; then the final state of each sample if it is used. In backward, they store the gradients of the states after
+    exporting pieces, and of initial states.
+    """
+    chain, samples = call.chain, len(call.chain.starts)
+    rows = [(link.rank * chain.slots + link.slot) * samples for link in chain.links]
+    numbers = call.pieces.exporting if backward else call.pieces.waiting
+    own = [rows[call.own[number].link] + call.own[number].sample for number in numbers]
+    places = range(chain.size * chain.slots * samples) if call.hops == 2 else own
+    place_of = {row: place for place, row in enumerate(places)}
+    exports = [tuple(chain.exports(link, sample) for sample in range(samples)) for link in range(len(rows))]
+    enters, leaves = (exports, chain.continues) if backward else (chain.continues, exports)
+    is_given, is_used = (chain.has_final, call.has_initial)[:: 1 if backward else -1]
+    found = list[Path]()
+    for sample in range(samples):
+        path = Path((), (), first=sample if is_given else -1)
+        for link in range(len(rows))[:: -1 if backward else 1]:
+            row = rows[link] + sample
+            place = place_of.get(row, -1) if enters[link][sample] else -1
+            if not chain.passing(link)[sample]:
+                found.append(path._replace(after=place))
+                path, place = Path((), ()), -1
+            if leaves[link][sample]:
+                path = path._replace(rows=(*path.rows, row), before=(*path.before, place))
+        found.append(path._replace(after=len(places) + sample if is_used else -1))
+    shortened = (path.shortened() for path in found)
+    return Paths(tuple(path for path in shortened if path.after >= 0), len(places) + samples * is_used)
 
 
 class _Hops:
@@ -117,30 +134,32 @@ class _Hops:
         self._share = -(-heads // self._comm.size) if call.hops == 2 else heads
 
     def out(self, slots: Tensor) -> Tensor:
-        """Return all ranks' tensors, `[ranks, slots, samples, own heads, ...]`, given this rank's without `ranks`."""
+        """Return all ranks' slots, `[ranks, slots, samples, own heads, ...]`, given `[slots * samples, heads, ...]`."""
+        slots = slots.unflatten(0, (-1, len(self._chain.starts)))
         if self._call.hops == 1:
             return self._call.gathered(slots)
         (arrived,) = self._comm.all_to_all(self._by_share(slots, 2).movedim(2, 0)).wait()
         return arrived
 
-    def back(self, links: Sequence[Tensor | None], extra: Sequence[Tensor | None], like: Tensor) -> Tensor:
-        """Return this rank's slots, `[slots, samples, heads, ...]`.
+    def back(self, states: Tensor, pieces: Sequence[int], places: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the states of this rank's pieces, `[pieces, heads, ...]`, and those of samples that follow, or None.
 
         Args:
-            links: A tensor for each link, `[samples, own heads, ...]`; None: zeros.
-            extra: Tensors for every rank; they follow as further slots.
-            like: A tensor shaped and typed as they are.
+            states: What a fold by `link_paths` stored.
+            pieces: Numbers of the pieces.
+            places: Where they lie in this rank's slots.
         """
-        places = [(link.rank, link.slot) for link in self._chain.links]
-        found = dict(zip(places, links, strict=True))
-        ranks = range(self._comm.size) if self._call.hops == 2 else (self._comm.rank,)
-        given = [t for rank in ranks for t in (*(found.get((rank, i)) for i in range(self._chain.slots)), *extra)]
-        zero = torch.zeros_like(like) if any(t is None for t in given) else like
-        slots = torch.stack([zero if t is None else t for t in given])
+        samples = len(self._chain.starts)
+        count = len(pieces) if self._call.hops == 1 else self._chain.size * self._chain.slots * samples
+        further = states[count:] if len(states) > count else None
         if self._call.hops == 1:
-            return slots
-        (arrived,) = self._comm.all_to_all(slots.unflatten(0, (len(ranks), -1))).wait()
-        return arrived.movedim(0, 2).flatten(2, 3)[:, :, : self._heads]  # of [ranks of heads, slots, samples, share]
+            return states[:count], further
+        slots = states[:count].unflatten(0, (self._chain.size, self._chain.slots, samples))
+        if further is not None:
+            slots = torch.cat([slots, further.expand(self._chain.size, 1, *further.shape)], 1)
+        (arrived,) = self._comm.all_to_all(slots).wait()
+        slots = arrived.movedim(0, 2).flatten(2, 3)[:, :, : self._heads]  # of [ranks of heads, slots, samples, share]
+        return slots.flatten(0, 1).index_select(0, places), None if further is None else slots[-1]
 
     def own_heads(self, state: Tensor) -> Tensor:
         """Return the heads of `[samples, heads, ...]` that this rank folds."""
@@ -154,26 +173,3 @@ class _Hops:
             tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
         split: Tensor = tensor.unflatten(dim, (self._comm.size, self._share))
         return split
-
-
-def _joined(transitions: Tensor, ends: Tensor) -> Tensor:
-    """Return M and U side by side, `[pieces, heads, numbers]`."""
-    flat = [part.reshape(*part.shape[:2], prod(part.shape[2:])) for part in (transitions, ends)]
-    return torch.cat(flat, 2)
-
-
-def _where(flags: Sequence[bool], on_device: Tensor, link: int, tensor: Tensor | None) -> Tensor | None:
-    """Return `[samples, ...]` with zeros for samples without a flag, whatever numbers they had; None if all are zero.
-
-    Args:
-        flags: A flag of each sample.
-        on_device: The flags of all links and samples.
-        link: Number of the link.
-        tensor: The numbers; None: zeros.
-    """
-    if tensor is None or not any(flags):
-        return None
-    if all(flags):
-        return tensor
-    hidden = on_device[link * len(flags) : (link + 1) * len(flags)] == 0
-    return tensor.masked_fill(hidden.view(-1, *[1] * (tensor.dim() - 1)), 0)

@@ -56,7 +56,7 @@ class SequenceScan(torch.autograd.Function):
             grad = grad.expand(_values(call, inputs).shape).flatten(0, 1).contiguous()
             if grad_final is not None:
                 grad_final = grad_final.to(starts.dtype)
-            ends, initial = fold_backward(call, transitions, scan.start_gradients(grad), grad_final)
+            ends, initial = fold_backward(call, transitions, scan.start_gradients(grad, call.sent_back), grad_final)
             grads = scan.backward(starts, grad, ends)
         shaped = (each.view_as(x).to(x.dtype) for each, x in zip(grads, inputs, strict=True))
         return None, None if initial is None else initial.to(ctx.initial_dtype), *shaped
@@ -64,9 +64,9 @@ class SequenceScan(torch.autograd.Function):
 
 def _forward(call: ScanCall, initial: Tensor | None, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return outputs, states before the waiting pieces, M of the links, the final state if there is one, and `kept`."""
-    scan = call.kernel.prepare(call.recurrence, _flat(inputs), call.pieces)
-    transitions, ends = scan.summary()
-    folded = fold_forward(call, transitions, ends, None if initial is None else initial.to(ends.dtype))
+    flat = _flat(inputs)
+    scan = call.kernel.prepare(call.recurrence, flat, call.pieces)
+    folded = fold_forward(call, flat, scan.summary(call.sent), initial)
     out = scan.forward(folded.starts).view(_values(call, inputs).shape)
     final = () if folded.final is None else (folded.final,)
     return out, folded.starts, folded.transitions, *final, *scan.kept()

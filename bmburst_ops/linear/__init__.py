@@ -7,13 +7,13 @@
 - `triton_gated_delta.py`, `triton_decay.py`: kernels of our own for two of the kinds
 - `triton_summaries.py`: for KDA, M and U of fragments, and the gradients of the states before them
 - `tiles.py`: what the kernels share
-- `fold.py`: the states between fragments
+- `paths.py`, `fold.py`, `triton_fold.py`: the states between fragments and between links
 - `conv.py`, `triton_conv.py`: the causal convolution
 """
 
 from bmburst_ops.errors import KernelError, unknown_kernel
 from bmburst_ops.linear.fla import FlaKernel
-from bmburst_ops.linear.kernel import Inputs, LinearKernel, Pieces, PreparedScan, Recurrence
+from bmburst_ops.linear.kernel import Inputs, LinearKernel, Pieces, PreparedScan, Recurrence, Slots
 from bmburst_ops.linear.reference import ReferenceKernel
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "PreparedScan",
     "Recurrence",
     "ReferenceKernel",
+    "Slots",
     "select_kernel",
 ]
 

@@ -2,7 +2,7 @@
 
 fla's training kernels pass a state from chunk to chunk of a piece in one program for some columns of a head. With few
 heads, most of a GPU then waits. Here each piece is cut at multiples of 64 tokens into fragments. First the fragments
-compute their M and U, then `states_between` gives the state before each, then all compute their outputs from these. In
+compute their M and U, then a fold gives the state before each, then all compute their outputs from these. In
 backward the same is done for gradients, from the last fragment to the first. The results are exact. Pieces of one
 fragment that need no state and give none, such as short documents, have no M and U.
 """
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.fragments import fragments
-from bmburst_ops.linear.fla_kinds import KINDS, Kind
-from bmburst_ops.linear.fold import joined_transitions, states_after, states_between
-from bmburst_ops.linear.kernel import Inputs, Pieces, Recurrence
+from bmburst_ops.linear.fla_kinds import KINDS, Kind, fold
+from bmburst_ops.linear.kernel import Inputs, Pieces, Recurrence, Slots
+from bmburst_ops.linear.paths import Paths, paths_after, paths_between
 from bmburst_ops.linear.spans import Spans, all_fragments, chosen_spans, numbers_on
 
 
@@ -67,22 +67,22 @@ class FlaScan:
         states = 2 if self._plan.folded else 0
         self._kept, self._factors = kept[:states], kept[states:]
 
-    def summary(self) -> tuple[Tensor, Tensor]:
+    def summary(self, slots: Slots) -> Tensor:
         """See `PreparedScan.summary`."""
-        recurrence, plan = self._recurrence, self._plan
-        if not plan.exporting:
-            shapes = recurrence.transition_shape(self._inputs), recurrence.state_shape(self._inputs)
-            return self._zeros(0, *shapes[0]), self._zeros(0, *shapes[1])
-        transitions, ends = self._summaries
-        joined = joined_transitions(recurrence, transitions, plan.by_piece, plan.exporting)
-        return joined, states_after(recurrence, transitions, ends, plan.by_piece, plan.exporting)
+        recurrence = self._recurrence
+        found = recurrence.new_summaries(self._inputs, slots.size)
+        if slots.places:
+            transitions, ends = recurrence.summary_views(self._inputs, found)
+            paths = _paths_after(self._plan, slots, backward=False)
+            fold(recurrence, *self._summaries, paths, out=ends, products=transitions)
+        return found
 
     def forward(self, starts: Tensor) -> Tensor:
         """See `PreparedScan.forward`."""
         before, plan = None, self._plan
         if plan.folded:
             transitions, ends = self._summaries
-            before = states_between(self._recurrence, transitions, ends, plan.by_piece, starts, plan.waiting)
+            before = self._between(transitions, ends, starts, backward=False)
             self._kept = before, transitions
         return self._without_padding(self._kind.out(self._of_all(before))[0])
 
@@ -90,26 +90,32 @@ class FlaScan:
         """See `PreparedScan.kept`: the states before folded fragments and their M, and the factors of all chunks."""
         return *self._kept, *self._kind.factors
 
-    def start_gradients(self, grad_out: Tensor) -> Tensor:
+    def start_gradients(self, grad_out: Tensor, slots: Slots) -> Tensor:
         """See `PreparedScan.start_gradients`."""
         self._grad_out = self._without_padding(grad_out.clone() if self._pieces.padding else grad_out)[None]
         self._before = self._of_all(self._kept[0] if self._kept else None)
         self._scanned = self._kind.scanned_again(self._before, self._grad_out)
-        plan = self._plan
-        if not plan.waiting:
-            return self._zeros(0, *self._recurrence.state_shape(self._inputs))
-        given = self._recurrence, self._kept[1], self._own_gradients, plan.by_piece
-        return states_after(*given, plan.waiting, backward=True)
+        if not slots.places:
+            return self._zeros(slots.size, *self._recurrence.state_shape(self._inputs))
+        paths = _paths_after(self._plan, slots, backward=True)
+        return fold(self._recurrence, self._kept[1], self._own_gradients, paths, backward=True)
 
     def backward(self, starts: Tensor, grad_out: Tensor, grad_ends: Tensor) -> Inputs:
         """See `PreparedScan.backward`. `start_gradients` was called with the gradient of the output."""
         del starts, grad_out
         after, plan = None, self._plan
         if plan.folded:
-            given = self._recurrence, self._kept[1], self._own_gradients, plan.by_piece
-            after = states_between(*given, grad_ends, plan.exporting, backward=True)
+            after = self._between(self._kept[1], self._own_gradients, grad_ends, backward=True)
         grads = self._kind.gradients(self._before, self._grad_out, self._of_all(after), self._scanned)
         return tuple(self._without_padding(grad[0]) for grad in grads)
+
+    def _between(self, transitions: Tensor, ends: Tensor, given: Tensor, *, backward: bool) -> Tensor:
+        """Return the states before all folded fragments, in backward the gradients after them."""
+        if len(given) == len(ends):
+            return given  # a fragment a piece, and all of them wait
+        return fold(
+            self._recurrence, transitions, ends, _paths_between(self._plan, backward=backward), given, backward=backward
+        )
 
     @cached_property
     def _kind(self) -> Kind:
@@ -170,3 +176,15 @@ def make_plan(pieces: Pieces, tokens: int) -> Plan:
         unread_matrices=tuple(sorted(lasts | firsts - exported)),
         unread_gradients=tuple(sorted(firsts)),
     )
+
+
+@lru_cache(maxsize=64)
+def _paths_between(plan: Plan, *, backward: bool) -> Paths:
+    """Return the paths to the states before all folded fragments, backward to the gradients after them."""
+    return paths_between(plan.by_piece, plan.exporting if backward else plan.waiting, backward=backward)
+
+
+@lru_cache(maxsize=64)
+def _paths_after(plan: Plan, slots: Slots, *, backward: bool) -> Paths:
+    """Return the paths to the states after exporting pieces, backward to the gradients before waiting ones."""
+    return paths_after(plan.by_piece, plan.waiting if backward else plan.exporting, *slots, backward=backward)

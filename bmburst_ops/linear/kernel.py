@@ -16,12 +16,14 @@ arXiv:2405.21060, and Lightning Attention, arXiv:2401.04658.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from bmburst_ops.fragments import DELTA_KINDS
+from bmburst_ops.linear.paths import Paths
 from bmburst_ops.merge import accumulation_dtype
 
 EPSILON = 1e-6
@@ -90,37 +92,57 @@ class Recurrence:
             dtype = torch.promote_types(dtype, accumulation_dtype(tensor.dtype))
         return dtype
 
+    def summary_views(self, inputs: Inputs, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return M and U of summaries, `[..., heads, numbers of M and of U]`, as views `[..., heads, ...]`."""
+        transition, state = self.transition_shape(inputs)[1:], self.state_shape(inputs)[1:]
+        m, u = slots.split([prod(transition), prod(state)], -1)
+        return m.view(*m.shape[:-1], *transition), u.view(*u.shape[:-1], *state)
+
+    def new_summaries(self, inputs: Inputs, count: int) -> Tensor:
+        """Return summaries of zeros, `[count, heads, numbers of M and of U]`."""
+        heads, *state = self.state_shape(inputs)
+        numbers = prod(self.transition_shape(inputs)[1:]) + prod(state)
+        return torch.zeros(count, heads, numbers, dtype=self.state_dtype(inputs), device=inputs[0].device)
+
     def act(self, transition: Tensor, state: Tensor) -> Tensor:
         """Return `M S`. Leading dimensions are a batch."""
-        return multiply(transition, state) if self.is_delta else transition * state
+        if not self.is_delta:
+            return transition * state
+        with _without_tf32(state):
+            return transition @ state
 
-    def act_transposed(self, transition: Tensor, state: Tensor) -> Tensor:
-        """Return `M^T S`."""
-        return multiply(transition.mT, state) if self.is_delta else transition * state
-
-    def advance(
-        self, transition: Tensor, state: Tensor, added: Tensor, out: Tensor | None = None, *, backward: bool
-    ) -> Tensor:
-        """Return `M S + U` of a fragment, in backward `M^T S + U`, by one operation, in `out` if it is given.
+    def advance(self, transition: Tensor, state: Tensor, added: Tensor, *, backward: bool) -> Tensor:
+        """Return `M S + U`, in backward `M^T S + U`, by one operation.
 
         Args:
             transition: M, `[heads, ...]`.
-            state: S, or in backward the gradient of the state after the fragment.
+            state: S, or in backward the gradient of the state after the tokens.
             added: U.
-            out: Memory of the result, which is no other argument's.
             backward: See above.
         """
         if not self.is_delta:
-            return torch.addcmul(added, transition, state, out=out)
+            return torch.addcmul(added, transition, state)
         with _without_tf32(state):
-            return torch.baddbmm(added, transition.mT if backward else transition, state, out=out)
+            return torch.baddbmm(added, transition.mT if backward else transition, state)
+
+
+class Slots(NamedTuple):
+    """Where results of some pieces lie in what ranks exchange.
+
+    Attributes:
+        places: The place of each piece.
+        size: Number of places. Those of no piece are zero.
+    """
+
+    places: tuple[int, ...]
+    size: int
 
 
 class PreparedScan(Protocol):
     """A recurrence over the pieces of a flat batch. States and M are in `Recurrence.state_dtype`."""
 
-    def summary(self) -> tuple[Tensor, Tensor]:
-        """Return M and U of the exporting pieces, `[exporting, *shape]`."""
+    def summary(self, slots: Slots) -> Tensor:
+        """Return M and U of the exporting pieces in slots, `[size, heads, numbers of M and of U]`."""
         ...
 
     def forward(self, starts: Tensor) -> Tensor:
@@ -131,8 +153,8 @@ class PreparedScan(Protocol):
         """Return what `forward` computed and `backward` would compute again, for `LinearKernel.prepare`; or nothing."""
         ...
 
-    def start_gradients(self, grad_out: Tensor) -> Tensor:
-        """Return the gradients of the waiting pieces' states through the outputs of these pieces."""
+    def start_gradients(self, grad_out: Tensor, slots: Slots) -> Tensor:
+        """Return the gradients of the waiting pieces' states through these pieces' outputs, `[size, *state]`."""
         ...
 
     def backward(self, starts: Tensor, grad_out: Tensor, grad_ends: Tensor) -> Inputs:
@@ -167,15 +189,23 @@ class LinearKernel(Protocol):
         """
         ...
 
-
-def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Return the matrix product, without TF32: an error of a state reaches all later tokens."""
-    with _without_tf32(right):
-        return left @ right
+    def fold(
+        self,
+        recurrence: Recurrence,
+        transitions: Tensor,
+        ends: Tensor,
+        paths: Paths,
+        firsts: Tensor | None = None,
+        *,
+        backward: bool = False,
+    ) -> Tensor:
+        """See `bmburst_ops.linear.fold.fold`."""
+        ...
 
 
 @contextmanager
 def _without_tf32(tensor: Tensor) -> Iterator[None]:
+    """Return a context in which matrix products are exact: an error of a state reaches all later tokens."""
     if not tensor.is_cuda:
         yield
         return

@@ -7,7 +7,8 @@ hold the states of all tokens.
 import torch
 from torch import Tensor
 
-from bmburst_ops.linear.kernel import EPSILON, Inputs, Pieces, Recurrence
+from bmburst_ops.linear.fold import fold
+from bmburst_ops.linear.kernel import EPSILON, Inputs, Pieces, Recurrence, Slots
 
 SEGMENT = 64
 """Tokens whose states autograd keeps at once."""
@@ -30,6 +31,8 @@ class ReferenceKernel:
         del kept
         return ReferenceScan(recurrence, inputs, pieces)
 
+    fold = staticmethod(fold)
+
 
 class ReferenceScan:
     """See `bmburst_ops.linear.kernel.PreparedScan`."""
@@ -40,16 +43,15 @@ class ReferenceScan:
         self._waiting = {number: i for i, number in enumerate(pieces.waiting)}
         self._exporting = {number: i for i, number in enumerate(pieces.exporting)}
 
-    def summary(self) -> tuple[Tensor, Tensor]:
+    def summary(self, slots: Slots) -> Tensor:
         """See `PreparedScan.summary`."""
-        count = len(self._exporting)
-        transitions = self._new(count, *self._recurrence.transition_shape(self._inputs))
-        ends = self._new(count, *self._recurrence.state_shape(self._inputs))
-        for number, i in self._exporting.items():
+        found = self._recurrence.new_summaries(self._inputs, slots.size)
+        transitions, ends = self._recurrence.summary_views(self._inputs, found)
+        for number, place in zip(self._pieces.exporting, slots.places, strict=True):
             inputs = self._cut(number)
-            transitions[i] = transition(self._recurrence, inputs)
-            ends[i] = run(self._recurrence, inputs, self._zero())[1]
-        return transitions, ends
+            transitions[place] = transition(self._recurrence, inputs)
+            ends[place] = run(self._recurrence, inputs, self._zero())[1]
+        return found
 
     def forward(self, starts: Tensor) -> Tensor:
         """See `PreparedScan.forward`."""
@@ -63,10 +65,10 @@ class ReferenceScan:
         """See `PreparedScan.kept`: nothing, the states inside of pieces are not kept."""
         return ()
 
-    def start_gradients(self, grad_out: Tensor) -> Tensor:
+    def start_gradients(self, grad_out: Tensor, slots: Slots) -> Tensor:
         """See `PreparedScan.start_gradients`."""
-        found = self._new(len(self._waiting), *self._recurrence.state_shape(self._inputs))
-        for number, i in self._waiting.items():
+        found = self._new(slots.size, *self._recurrence.state_shape(self._inputs))
+        for number, place in zip(self._pieces.waiting, slots.places, strict=True):
             inputs, grad = self._cut(number), grad_out[self._pieces.span(number)].to(self._dtype)
             state_grad = self._zero()
             for part in reversed(_segments(len(grad))):
@@ -74,7 +76,7 @@ class ReferenceScan:
                 with torch.enable_grad():
                     results = run(self._recurrence, tuple(t[part] for t in inputs), start)
                 (state_grad,) = torch.autograd.grad(results, start, (grad[part], state_grad))
-            found[i] = state_grad
+            found[place] = state_grad
         return found
 
     def backward(self, starts: Tensor, grad_out: Tensor, grad_ends: Tensor) -> Inputs:

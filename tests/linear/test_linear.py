@@ -11,6 +11,7 @@ from tests.distributed.threads import run_ranks
 from tests.linear.split import FUNCTIONS, KINDS, compare, fold
 
 halos = Chain.halos
+advance = Recurrence.advance
 LAYOUTS = ("zigzag", "contiguous", "balanced")
 # Documents of one token, one over three ranks, one that ends where a run ends; runs shorter than the convolution.
 BATCHES = {
@@ -73,9 +74,9 @@ def _leaking(chain):
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
-        (Recurrence, "act", lambda *given: 0 * given[-1]),
-        (Recurrence, "act_transposed", lambda *given: 0 * given[-1]),
-        (Recurrence, "act_transposed", Recurrence.act),
+        (Recurrence, "advance", lambda *given, backward: advance(*given, backward=True) if backward else given[-1]),
+        (Recurrence, "advance", lambda *given, backward: given[-1] if backward else advance(*given, backward=False)),
+        (Recurrence, "advance", lambda *given, **_: advance(*given, backward=False)),
         (Chain, "continues", cached_property(_leaking)),
         (Chain, "halos", lambda self, width: 0 * halos(self, width)),
     ],

@@ -15,9 +15,11 @@ from bmburst_ops.linear import (
     Pieces,
     Recurrence,
     ReferenceKernel,
+    Slots,
     fla_kinds,
     select_kernel,
     triton_decay,
+    triton_fold,
     triton_gated_delta,
 )
 from bmburst_ops.linear.fla import FlaKernel, unusable
@@ -49,10 +51,13 @@ def inputs(kind, decay, dim=32):
 
 def computed(kernel, recurrence, given, starts, grad_out, grad_ends):
     scan = kernel.prepare(recurrence, given, PIECES)
-    found = dict(zip("MU", scan.summary(), strict=True)) | {"out": scan.forward(starts)}
+    slots = Slots((2, 0), 3)
+    summaries = scan.summary(slots)
+    assert not summaries[1].any()
+    found = dict(zip("MU", recurrence.summary_views(given, summaries), strict=True)) | {"out": scan.forward(starts)}
     scan = kernel.prepare(recurrence, given, PIECES, scan.kept())
     grad_out = grad_out.to(found["out"].dtype)
-    found["starts"] = scan.start_gradients(grad_out)
+    found["starts"] = scan.start_gradients(grad_out, slots)
     grads = scan.backward(starts, grad_out, grad_ends)
     return found | {f"gradient {i}": grad for i, grad in enumerate(grads)}
 
@@ -75,7 +80,9 @@ def low(recurrence, given, device):
 @pytest.mark.parametrize("kind", ["gated_delta", "decay"])
 def test_fragments_by_own_kernels(kind, monkeypatch):
     """On a CPU they run in Triton's interpreter. fla, which divides by norms, is not needed here."""
-    own = SimpleNamespace(delta=triton_gated_delta, decay=triton_decay, norm_fwd=lambda t: (t, None))
+    own = SimpleNamespace(
+        delta=triton_gated_delta, decay=triton_decay, fold=triton_fold.fold, norm_fwd=lambda t: (t, None)
+    )
     monkeypatch.setattr(fla_kinds, "fla_functions", lambda: own)
     given, *rest = inputs(kind, 0.05)
     given = *(torch.nn.functional.normalize(t, dim=-1) for t in given[:2]), *given[2:]
@@ -121,14 +128,14 @@ def test_the_definition_against_dense_matrices(kind):
     flat = tuple(t.detach()[0] for t in case.tokens.values())
     scan = ReferenceKernel().prepare(recurrence, flat, Pieces((0, 70), waiting=(0,), exporting=(0,)))
     state = case.state.detach()
-    transitions, ends = scan.summary()
-    torch.testing.assert_close(recurrence.act(transitions, state) + ends, final.detach())
+    transitions, ends = (t[0] for t in recurrence.summary_views(flat, scan.summary(Slots((0,), 1))))
+    torch.testing.assert_close(recurrence.advance(transitions, state[0], ends, backward=False), final[0].detach())
     torch.testing.assert_close(scan.forward(state), out[0].detach())
     grad, end = torch.ones_like(out[0]), torch.ones_like(state)
     for ours, theirs in zip(scan.backward(state, grad, end), wanted, strict=False):
         torch.testing.assert_close(ours, theirs[0])
-    through = recurrence.act_transposed(transitions, end) + scan.start_gradients(grad)
-    torch.testing.assert_close(through, wanted[-1])
+    through = recurrence.advance(transitions, end[0], scan.start_gradients(grad, Slots((0,), 1))[0], backward=True)
+    torch.testing.assert_close(through, wanted[-1][0])
 
 
 @pytest.mark.parametrize(

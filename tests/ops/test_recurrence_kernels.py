@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bmburst_ops.fragments import CHUNK
-from bmburst_ops.linear import Pieces, Recurrence, ReferenceKernel, triton_decay, triton_gated_delta
+from bmburst_ops.linear import Pieces, Recurrence, ReferenceKernel, Slots, triton_decay, triton_gated_delta
 from bmburst_ops.linear.spans import all_fragments, chosen_spans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,7 +41,9 @@ def defined(recurrence, inputs, before, grad_out, after):
     everything = tuple(range(len(EDGES) - 1))
     scan = ReferenceKernel().prepare(recurrence, inputs, Pieces(EDGES, waiting=everything, exporting=everything))
     names = ("M", "U", "out", "start", "dq", "dk", "dv", "dg", "dbeta")
-    found = *scan.summary(), scan.forward(before), scan.start_gradients(grad_out)
+    slots = Slots(everything, len(everything))
+    summaries = recurrence.summary_views(inputs, scan.summary(slots))
+    found = *summaries, scan.forward(before), scan.start_gradients(grad_out, slots)
     return dict(zip(names, (*found, *scan.backward(before, grad_out, after)), strict=False))
 
 
