@@ -76,17 +76,17 @@ class GatedDelta(Kind):
 
     @property
     def factors(self) -> Inputs:
-        """See `Kind.factors`: the sums of decays, and the inverse of each chunk."""
-        return self._chunks.sums, self._chunks.inverse
+        """See `Kind.factors`: the sums of decays, the inverse of each chunk, and norms that divide."""
+        chunks, norms = self._chunks, self.recurrence.normalize
+        return chunks.sums, chunks.inverse, *((chunks.query_norms, chunks.key_norms) if norms else ())
 
     @cached_property
     def _chunks(self) -> Any:
         q, k, _, decays, beta = self.inputs
         if not self._given:
             return self.fla.delta.make_chunks(q, k, decays, beta, self.recurrence.normalize, self.fragments)
-        sums, inverse = self._given
-        (q, of_query), (k, of_key) = (self.fla.norm_fwd(t) if self.recurrence.normalize else (t, None) for t in (q, k))
-        return self.fla.delta.Chunks(q, k, of_query, of_key, sums, beta, inverse)
+        sums, inverse, *norms = self._given
+        return self.fla.delta.Chunks(q, k, *(norms or (None, None)), sums, beta, inverse)
 
     def summaries(self, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
         """See `Kind.summaries`."""

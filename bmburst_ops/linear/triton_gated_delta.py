@@ -10,6 +10,9 @@ where g is the last decay. Given the gradient of N, that of X is `Y = A^T dN`. A
 gradient of its own. So what other implementations write between their kernels (w and u of the WY representation, and
 their gradients) is never written.
 
+Queries and keys that are divided by their norms are read as they are: G is multiplied by reciprocals of the norms of
+the rows of Q and K beside it.
+
 Tensors are contiguous, of one flat batch: `[1, tokens, heads, dim]`. Products are of 16-bit numbers and their sums in
 fp32, but those of A, which are in TF32. Source of the chunks: arXiv:2412.06464, section 3.3.
 """
@@ -38,8 +41,8 @@ class Chunks(NamedTuple):
     Attributes:
         queries: Q, `[1, tokens, key_heads, key_dim]`.
         keys: K, shaped alike.
-        query_norms: Reciprocals of the norms by which queries were divided, `[1, tokens, key_heads]`, fp32; None: they
-            were not divided.
+        query_norms: Logarithms to base 2 of the reciprocals of the norms by which queries are divided,
+            `[1, tokens, key_heads]`, fp32; None: they are not divided.
         key_norms: Likewise, of keys.
         sums: Sums of the decays from the beginning of each chunk, in units of log 2, `[1, tokens, heads]`, fp32.
         beta: `[1, tokens, heads]`.
@@ -73,13 +76,12 @@ def make_chunks(
     norms: tuple[Tensor | None, Tensor | None] = (None, None)
     if normalize:
         norms = floats(beta, *keys.shape[:3]), floats(beta, *keys.shape[:3])
-    divided = (torch.empty_like(queries), torch.empty_like(keys)) if normalize else (queries, keys)
     _chunk_kernel[len(fragments.chunks), heads](
-        *(queries, keys, decays, beta, *divided, *norms, sums, inverse, fragments.edges, fragments.chunks, EPSILON),
+        *(queries, keys, decays, beta, *norms, sums, inverse, fragments.edges, fragments.chunks, EPSILON),
         **{"heads": heads, "key_heads": key_heads, "key_dim": key_dim, "chunk": CHUNK},
         **{"block_key": max(16, triton.next_power_of_2(key_dim)), "num_warps": 4},
     )
-    return Chunks(*divided, *norms, sums, beta, inverse)
+    return Chunks(queries, keys, *norms, sums, beta, inverse)
 
 
 def summarize(chunks: Chunks, values: Tensor, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
@@ -148,7 +150,7 @@ def input_gradients(
     """Return the gradients of queries, keys, values, decays (in fp32) and beta.
 
     Args:
-        chunks: See `Chunks`. Gradients of queries and keys are those before the division by their norms.
+        chunks: See `Chunks`.
         values: Values.
         grad_out: Gradient of the output.
         of_chunks: What `states_of_chunks` and `gradients_of_chunks` returned.
@@ -185,7 +187,7 @@ def _scan(
     """Launch a scan: a program for each fragment, head and block of `columns`. `given` begins with the values."""
     sizes = _sizes(chunks, given[0], tiles, stages)
     grid = len(spans.begins) * sizes["heads"], sum(triton.cdiv(dim, sizes["block_columns"]) for dim in columns)
-    kernel[grid](chunks.queries, chunks.keys, chunks.sums, chunks.beta, chunks.inverse, *given, **sizes)
+    kernel[grid](*chunks, *given, **sizes)
 
 
 def _sizes(chunks: Chunks, values: Tensor, tiles: int, stages: int) -> dict[str, int]:
@@ -220,7 +222,7 @@ def _gradient_sizes(chunks: Chunks, values: Tensor) -> dict[str, int]:
 
 @triton.jit
 def _chunk_kernel(
-    queries, keys, decays, beta, divided_queries, divided_keys, query_norms, key_norms, sums, inverse,
+    queries, keys, decays, beta, query_norms, key_norms, sums, inverse,
     edges, places, epsilon,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, chunk: tl.constexpr, block_key: tl.constexpr,
 ):  # fmt: skip
@@ -236,19 +238,18 @@ def _chunk_kernel(
     each = tl.cumsum(each * 1.4426950408889634, 0)  # 1 / ln 2
     rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
     key = tl.load(keys + first_key * key_dim + in_keys, mask=is_key, other=0.0)
+    tl.store(sums + first + rows * heads, each, mask=inside)
+    reading, writing = each, each
     if key_norms is not None:
-        norm, key = _divided(key, epsilon)
+        norm = _norm(key, epsilon)
+        reading, writing = each + norm, each - norm
         if head % (heads // key_heads) == 0:
             tl.store(key_norms + first_key + rows * key_heads, norm, mask=inside)
-            tl.store(divided_keys + first_key * key_dim + in_keys, key, mask=is_key)
             query = tl.load(queries + first_key * key_dim + in_keys, mask=is_key, other=0.0)
-            norm, query = _divided(query, epsilon)
-            tl.store(query_norms + first_key + rows * key_heads, norm, mask=inside)
-            tl.store(divided_queries + first_key * key_dim + in_keys, query, mask=is_key)
-    tl.store(sums + first + rows * heads, each, mask=inside)
+            tl.store(query_norms + first_key + rows * key_heads, _norm(query, epsilon), mask=inside)
     products = tl.dot(key, tl.trans(key)) * rate[:, None]
     is_below = (rows[:, None] > rows[None, :]) & inside[:, None]
-    products = tl.where(is_below, products * tl.exp2(each[:, None] - each[None, :]), 0.0)
+    products = tl.where(is_below, products * tl.exp2(reading[:, None] - writing[None, :]), 0.0)
     # [[B, 0], [C, D]]^-1 = [[B^-1, 0], [-D^-1 C B^-1, D^-1]], for blocks of 1, 2, ... 32 rows
     one = rows[:, None] == rows[None, :]
     found = tl.where(one, 1.0, 0.0) - tl.where(rows[:, None] // 2 == rows[None, :] // 2, products, 0.0)
@@ -261,15 +262,27 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _divided(rows, epsilon):
+def _norm(rows, epsilon):
     wide = rows.to(tl.float32)
-    norm = tl.rsqrt(tl.sum(wide * wide, 1) + epsilon)
-    return norm, (wide * norm[:, None]).to(rows.dtype)
+    return -0.5 * tl.log2(tl.sum(wide * wide, 1) + epsilon)
+
+
+@triton.jit
+def _exponents(sums, query_norms, key_norms, row, head, rows, inside, heads: tl.constexpr, key_heads: tl.constexpr):
+    """Return the sums of a chunk's decays, and these with the norms of queries, of keys that read, and that write."""
+    each = tl.load(sums + (row + rows) * heads + head, mask=inside, other=0.0)
+    if key_norms is None:
+        return each, each, each, each
+    at_norm = (row + rows) * key_heads + head // (heads // key_heads)
+    of_query = tl.load(query_norms + at_norm, mask=inside, other=0.0)
+    of_key = tl.load(key_norms + at_norm, mask=inside, other=0.0)
+    return each, each + of_query, each + of_key, each - of_key
 
 
 @triton.jit
 def _scan_kernel(
-    queries, keys, sums, beta, inverse, values, before, out, states, added, transitions, lasts,
+    queries, keys, query_norms, key_norms, sums, beta, inverse,
+    values, before, out, states, added, transitions, lasts,
     begins, ends, firsts, ends_of_matrices, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
@@ -304,25 +317,27 @@ def _scan_kernel(
         key = tl.load(keys + at_key, mask=is_key, other=0.0)
         value = tl.load(values + at_value, mask=is_there, other=0.0).to(tl.float32)
         inner = tl.load(inverse + at_inverse, mask=inside[:, None], other=0.0)
-        each = tl.load(sums + at_row, mask=inside, other=0.0)
+        _, asking, reading, writing = _exponents(
+            sums, query_norms, key_norms, row, head, rows, inside, heads, key_heads
+        )
         last = tl.load(sums + (tl.minimum(row + chunk, end) - 1) * heads + head)
         rate = tl.load(beta + at_row, mask=inside, other=0.0).to(tl.float32)
         low = state.to(key.dtype)
         if states is not None:
             tl.store(states + of_state, low, mask=in_state)
             states += heads * key_dim * value_dim
-        value = rate[:, None] * (value - tl.exp2(each)[:, None] * tl.dot(key, low))
+        value = rate[:, None] * (value - tl.exp2(reading)[:, None] * tl.dot(key, low))
         new = tl.dot(inner, value.to(key.dtype))
         if added is not None:
             tl.store(added + at_value, new.to(key.dtype), mask=is_there)
         if out is not None:
             query = tl.load(queries + at_key, mask=is_key, other=0.0)
-            decays = tl.where(rows[:, None] >= rows[None, :], tl.exp2(each[:, None] - each[None, :]), 0.0)
+            decays = tl.where(rows[:, None] >= rows[None, :], tl.exp2(asking[:, None] - writing[None, :]), 0.0)
             weights = tl.dot(query, tl.trans(key)) * tl.where(inside[:, None] & inside[None, :], decays, 0.0)
-            result = tl.exp2(each)[:, None] * tl.dot(query, low)
+            result = tl.exp2(asking)[:, None] * tl.dot(query, low)
             result = tl.dot(weights.to(key.dtype), new.to(key.dtype), result) * scale
             tl.store(out + at_value, result.to(key.dtype), mask=is_there)
-        new *= tl.where(inside, tl.exp2(last - each), 0.0)[:, None]
+        new *= tl.where(inside, tl.exp2(last - writing), 0.0)[:, None]
         state = tl.dot(tl.trans(key), new.to(key.dtype), state * tl.exp2(last))
     if transitions is not None:
         tl.store(lasts + one * value_dim + of_state, state, mask=in_state)
@@ -333,7 +348,7 @@ def _scan_kernel(
 
 @triton.jit
 def _reverse_kernel(
-    queries, keys, sums, beta, inverse, grad_out, after, states, found, starts,
+    queries, keys, query_norms, key_norms, sums, beta, inverse, grad_out, after, states, found, starts,
     begins, ends, firsts, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
@@ -368,22 +383,24 @@ def _reverse_kernel(
         query = tl.load(queries + at_key + in_keys, mask=is_key, other=0.0)
         grad = tl.load(grad_out + first * value_dim + in_values, mask=is_there, other=0.0)
         inner = tl.load(inverse + first * chunk + in_inverse, mask=inside[:, None], other=0.0)
-        each = tl.load(sums + first + rows * heads, mask=inside, other=0.0)
+        _, asking, reading, writing = _exponents(
+            sums, query_norms, key_norms, row, head, rows, inside, heads, key_heads
+        )
         last = tl.load(sums + (tl.minimum(row + chunk, end) - 1) * heads + head)
         rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
         low = state.to(key.dtype)
         if states is not None:
             tl.store(states + of_state, low, mask=in_state)
             states -= heads * key_dim * value_dim
-        decays = tl.where(rows[:, None] <= rows[None, :], tl.exp2(each[None, :] - each[:, None]), 0.0)
+        decays = tl.where(rows[:, None] <= rows[None, :], tl.exp2(asking[None, :] - writing[:, None]), 0.0)
         weights = tl.dot(key, tl.trans(query)) * tl.where(inside[:, None] & inside[None, :], decays, 0.0) * scale
-        new = tl.where(inside, tl.exp2(last - each), 0.0)[:, None] * tl.dot(key, low)
+        new = tl.where(inside, tl.exp2(last - writing), 0.0)[:, None] * tl.dot(key, low)
         new = tl.dot(weights.to(grad.dtype), grad, new)
         of_values = tl.dot(tl.trans(inner), new.to(key.dtype))
         if states is not None:
             tl.store(found + first * value_dim + in_values, of_values.to(key.dtype), mask=is_there)
-        of_values *= (rate * tl.exp2(each))[:, None]
-        grad = (grad * (scale * tl.exp2(each))[:, None]).to(key.dtype)
+        of_values *= (rate * tl.exp2(reading))[:, None]
+        grad = (grad * (scale * tl.exp2(asking))[:, None]).to(key.dtype)
         state = tl.dot(tl.trans(query), grad, state * tl.exp2(last))
         state -= tl.dot(tl.trans(key), of_values.to(key.dtype))
     if starts is not None:
@@ -405,7 +422,7 @@ def _gradient_kernel(
     inside, is_channel = rows < end - row, channels < key_dim
     is_key = inside[:, None] & is_channel[None, :]
     in_keys = rows[:, None] * (key_heads * key_dim) + channels[None, :]
-    each = tl.load(sums + first + rows * heads, mask=inside, other=0.0)
+    each, asking, reading, writing = _exponents(sums, query_norms, key_norms, row, head, rows, inside, heads, key_heads)
     last = tl.load(sums + (tl.minimum(row + chunk, end) - 1) * heads + head)
     rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
     key = tl.load(keys + first_key * key_dim + in_keys, mask=is_key, other=0.0)
@@ -440,14 +457,17 @@ def _gradient_kernel(
         of_inner = tl.dot(grad_value, tl.trans(new), of_inner)
         of_last += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32))
 
-    # of_query, of_read and of_key become gradients of what is multiplied: queries, and keys that read and that write
+    # of_query, of_read and of_key become gradients of what is multiplied: queries, and keys that read and that write,
+    # as if their norms were constants
     low = key.dtype
-    decays = tl.where(inside[:, None] & inside[None, :], tl.exp2(each[:, None] - each[None, :]), 0.0)
-    of_weights = tl.where(rows[:, None] >= rows[None, :], of_weights * decays * scale, 0.0).to(low)
+    is_inside = inside[:, None] & inside[None, :]
+    decays = tl.where(is_inside, tl.exp2(asking[:, None] - writing[None, :]) * scale, 0.0)
+    of_weights = tl.where(rows[:, None] >= rows[None, :], of_weights * decays, 0.0).to(low)
+    decays = tl.where(is_inside, tl.exp2(reading[:, None] - writing[None, :]), 0.0)
     of_inner = tl.where(rows[:, None] > rows[None, :], -of_inner * decays, 0.0)
-    of_query = tl.dot(of_weights, key, of_query * (scale * tl.exp2(each))[:, None])
-    of_read = tl.dot(of_inner.to(low), key, of_read * -tl.exp2(each)[:, None])
-    of_key *= tl.where(inside, tl.exp2(last - each), 0.0)[:, None]
+    of_query = tl.dot(of_weights, key, of_query * (scale * tl.exp2(asking))[:, None])
+    of_read = tl.dot(of_inner.to(low), key, of_read * -tl.exp2(reading)[:, None])
+    of_key *= tl.where(inside, tl.exp2(last - writing), 0.0)[:, None]
     total = tl.sum(key.to(tl.float32) * of_key) + tl.exp2(last) * of_last
     of_key = tl.dot(tl.trans((rate[:, None] * of_inner).to(low)), key, of_key)
     of_key = tl.dot(tl.trans(of_weights), query, of_key)
@@ -461,12 +481,9 @@ def _gradient_kernel(
     of_rate = tl.load(by_value + first + rows * heads, mask=inside, other=0.0) + by_read
     tl.store(dbeta + first + rows * heads, of_rate.to(dbeta.dtype.element_ty), mask=inside)
     of_key += rate[:, None] * of_read
-    if query_norms is not None:
-        at_norm = first_key + rows * key_heads
-        norm = tl.load(query_norms + at_norm, mask=inside, other=0.0)[:, None]
-        of_query = norm * (of_query - by_query[:, None] * query.to(tl.float32))
-        norm = tl.load(key_norms + at_norm, mask=inside, other=0.0)[:, None]
-        of_key = norm * (of_key - (by_key + rate * by_read)[:, None] * key.to(tl.float32))
+    if key_norms is not None:
+        of_query -= (by_query * tl.exp2(2 * (asking - each)))[:, None] * query.to(tl.float32)
+        of_key -= ((by_key + rate * by_read) * tl.exp2(2 * (reading - each)))[:, None] * key.to(tl.float32)
     at_key = first * key_dim + rows[:, None] * (heads * key_dim) + channels[None, :]
     tl.store(dq + at_key, of_query.to(low), mask=is_key)
     tl.store(dk + at_key, of_key.to(low), mask=is_key)

@@ -65,7 +65,11 @@ def error_of(found, wanted):
 @pytest.mark.parametrize(("key_dim", "value_dim", "normalize"), [(32, 48, False), (20, 80, True)])
 def test_gated_delta_in_triton(key_dim, value_dim, normalize, decay):
     ours = triton_gated_delta
-    inputs, before, grad_out, after = problem(key_dim, value_dim, decay)
+    (q, k, *inputs), before, grad_out, after = problem(key_dim, value_dim, decay)
+    if normalize:
+        norms = torch.linspace(-3, 4, k.shape[0], dtype=torch.float64).exp()[:, None, None]
+        q, k = (t.to(LOW).double() for t in (q / norms, k * norms))
+    inputs = q, k, *inputs
     wanted = defined(Recurrence("gated_delta", SCALE, normalize=normalize), inputs, before, grad_out, after)
 
     q, k, v, beta, grad = (t[None].to(DEVICE, LOW) for t in (*inputs[:3], inputs[4], grad_out))
