@@ -76,17 +76,15 @@ class GatedDelta(Kind):
 
     @property
     def factors(self) -> Inputs:
-        """See `Kind.factors`: the sums of decays, the inverse of each chunk, and norms that divide."""
-        chunks, norms = self._chunks, self.recurrence.normalize
-        return chunks.sums, chunks.inverse, *((chunks.query_norms, chunks.key_norms) if norms else ())
+        """See `Kind.factors`: the numbers of the tokens of each chunk, and its inverse."""
+        return self._chunks.numbers, self._chunks.inverse
 
     @cached_property
     def _chunks(self) -> Any:
         q, k, _, decays, beta = self.inputs
         if not self._given:
             return self.fla.delta.make_chunks(q, k, decays, beta, self.recurrence.normalize, self.fragments)
-        sums, inverse, *norms = self._given
-        return self.fla.delta.Chunks(q, k, *(norms or (None, None)), sums, beta, inverse)
+        return self.fla.delta.Chunks(q, k, *self._given)
 
     def summaries(self, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
         """See `Kind.summaries`."""
@@ -107,10 +105,13 @@ class GatedDelta(Kind):
     def gradients(self, before: Tensor | None, grad_out: Tensor, after: Tensor | None, scanned: Inputs) -> Inputs:
         """See `Kind.gradients`."""
         del scanned
-        delta, chunks, values, scale = self.fla.delta, self._chunks, self.inputs[2], self.scale
-        states = delta.states_of_chunks(chunks, values, before, self.fragments)
-        grads = delta.gradients_of_chunks(chunks, grad_out, after, scale, self.fragments)
-        found: Inputs = delta.input_gradients(chunks, values, grad_out, (*states, *grads), scale, self.fragments)
+        delta, chunks, scale, fragments = self.fla.delta, self._chunks, self.scale, self.fragments
+        _, _, values, _, beta = self.inputs
+        states = delta.states_of_chunks(chunks, values, before, fragments)
+        of_chunks = *states, *delta.gradients_of_chunks(chunks, grad_out, after, scale, fragments)
+        found: Inputs = delta.input_gradients(
+            chunks, values, beta, grad_out, of_chunks, scale, self.recurrence.normalize, fragments
+        )
         return found
 
 

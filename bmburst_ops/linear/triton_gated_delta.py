@@ -11,7 +11,8 @@ gradient of its own. So what other implementations write between their kernels (
 their gradients) is never written.
 
 Queries and keys that are divided by their norms are read as they are: G is multiplied by reciprocals of the norms of
-the rows of Q and K beside it.
+the rows of Q and K beside it. The numbers of a chunk's tokens lie together, since vectors of 64 numbers that are
+`heads` apart take as long to load as tiles.
 
 Tensors are contiguous, of one flat batch: `[1, tokens, heads, dim]`. Products are of 16-bit numbers and their sums in
 fp32, but those of A, which are in TF32. Source of the chunks: arXiv:2412.06464, section 3.3.
@@ -41,20 +42,15 @@ class Chunks(NamedTuple):
     Attributes:
         queries: Q, `[1, tokens, key_heads, key_dim]`.
         keys: K, shaped alike.
-        query_norms: Logarithms to base 2 of the reciprocals of the norms by which queries are divided,
-            `[1, tokens, key_heads]`, fp32; None: they are not divided.
-        key_norms: Likewise, of keys.
-        sums: Sums of the decays from the beginning of each chunk, in units of log 2, `[1, tokens, heads]`, fp32.
-        beta: `[1, tokens, heads]`.
+        numbers: Four vectors a chunk, `[chunks, heads, 4, 64]`, fp32: sums of the decays from its beginning, and the
+            reciprocals of the norms by which queries and keys are divided, as logarithms to base 2; beta. Behind the
+            last token they are the last sum and zeros.
         inverse: A, `[1, tokens, heads, 64]`, typed as keys.
     """
 
     queries: Tensor
     keys: Tensor
-    query_norms: Tensor | None
-    key_norms: Tensor | None
-    sums: Tensor
-    beta: Tensor
+    numbers: Tensor
     inverse: Tensor
 
 
@@ -72,16 +68,13 @@ def make_chunks(
         fragments: All fragments.
     """
     heads, (key_heads, key_dim) = beta.shape[2], keys.shape[2:]
-    inverse, sums = keys.new_empty(*beta.shape, CHUNK), floats(beta, *beta.shape)
-    norms: tuple[Tensor | None, Tensor | None] = (None, None)
-    if normalize:
-        norms = floats(beta, *keys.shape[:3]), floats(beta, *keys.shape[:3])
+    inverse, numbers = keys.new_empty(*beta.shape, CHUNK), floats(beta, len(fragments.chunks), heads, 4, CHUNK)
     _chunk_kernel[len(fragments.chunks), heads](
-        *(queries, keys, decays, beta, *norms, sums, inverse, fragments.edges, fragments.chunks, EPSILON),
-        **{"heads": heads, "key_heads": key_heads, "key_dim": key_dim, "chunk": CHUNK},
+        *(queries, keys, decays, beta, numbers, inverse, fragments.edges, fragments.chunks, EPSILON),
+        **{"normalize": normalize, "heads": heads, "key_heads": key_heads, "key_dim": key_dim, "chunk": CHUNK},
         **{"block_key": max(16, triton.next_power_of_2(key_dim)), "num_warps": 4},
     )
-    return Chunks(queries, keys, *norms, sums, beta, inverse)
+    return Chunks(queries, keys, numbers, inverse)
 
 
 def summarize(chunks: Chunks, values: Tensor, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
@@ -142,9 +135,11 @@ def gradients_of_chunks(
 def input_gradients(
     chunks: Chunks,
     values: Tensor,
+    beta: Tensor,
     grad_out: Tensor,
     of_chunks: tuple[Tensor, Tensor, Tensor, Tensor],
     scale: float,
+    normalize: bool,
     fragments: Fragments,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys, values, decays (in fp32) and beta.
@@ -152,22 +147,24 @@ def input_gradients(
     Args:
         chunks: See `Chunks`.
         values: Values.
+        beta: Beta.
         grad_out: Gradient of the output.
         of_chunks: What `states_of_chunks` and `gradients_of_chunks` returned.
         scale: Factor on the output.
+        normalize: Whether queries and keys are divided by their norms.
         fragments: All fragments.
     """
     heads, (key_heads, key_dim) = values.shape[2], chunks.keys.shape[2:]
-    dv, by_value = torch.empty_like(values), torch.empty_like(chunks.sums)  # sums of Y V: the part of beta's gradient
+    dv, by_value = torch.empty_like(values), floats(beta, *beta.shape)  # sums of Y V: the part of beta's gradient
     _value_kernel[triton.cdiv(by_value.numel(), _ROWS),](
-        *(values, of_chunks[3], chunks.beta, dv, by_value, by_value.numel()),
+        *(values, of_chunks[3], beta, dv, by_value, by_value.numel()),
         **{"value_dim": values.shape[3], "block": _ROWS, "block_columns": triton.next_power_of_2(values.shape[3])},
     )
     dq, dk = (values.new_empty(*values.shape[:3], key_dim) for _ in range(2))
-    dg, dbeta = torch.empty_like(chunks.sums), torch.empty_like(chunks.beta)
+    dg, dbeta = torch.empty_like(by_value), torch.empty_like(beta)
     _gradient_kernel[len(fragments.chunks), heads](
         *(*chunks[:-1], by_value, grad_out, *of_chunks, dq, dk, dg, dbeta, fragments.edges, fragments.chunks, scale),
-        **_gradient_sizes(chunks, values),
+        **{"normalize": normalize, **_gradient_sizes(chunks, values)},
     )
     if heads > key_heads:
         dq, dk = (t.unflatten(2, (key_heads, -1)).sum(3) for t in (dq, dk))
@@ -222,9 +219,9 @@ def _gradient_sizes(chunks: Chunks, values: Tensor) -> dict[str, int]:
 
 @triton.jit
 def _chunk_kernel(
-    queries, keys, decays, beta, query_norms, key_norms, sums, inverse,
-    edges, places, epsilon,
-    heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, chunk: tl.constexpr, block_key: tl.constexpr,
+    queries, keys, decays, beta, numbers, inverse, edges, places, epsilon,
+    normalize: tl.constexpr, heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr,
+    chunk: tl.constexpr, block_key: tl.constexpr,
 ):  # fmt: skip
     number, head = tl.program_id(0), tl.program_id(1)
     fragment, place = tl.load(places + number * 2), tl.load(places + number * 2 + 1)
@@ -238,18 +235,18 @@ def _chunk_kernel(
     each = tl.cumsum(each * 1.4426950408889634, 0)  # 1 / ln 2
     rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
     key = tl.load(keys + first_key * key_dim + in_keys, mask=is_key, other=0.0)
-    tl.store(sums + first + rows * heads, each, mask=inside)
-    reading, writing = each, each
-    if key_norms is not None:
-        norm = _norm(key, epsilon)
-        reading, writing = each + norm, each - norm
-        if head % (heads // key_heads) == 0:
-            tl.store(key_norms + first_key + rows * key_heads, norm, mask=inside)
-            query = tl.load(queries + first_key * key_dim + in_keys, mask=is_key, other=0.0)
-            tl.store(query_norms + first_key + rows * key_heads, _norm(query, epsilon), mask=inside)
+    of_query, of_key = tl.zeros((chunk,), tl.float32), tl.zeros((chunk,), tl.float32)
+    if normalize:
+        query = tl.load(queries + first_key * key_dim + in_keys, mask=is_key, other=0.0)
+        of_query, of_key = _norm(query, inside, epsilon), _norm(key, inside, epsilon)
+    at_numbers = numbers + (number.to(tl.int64) * heads + head) * (4 * chunk) + rows
+    tl.store(at_numbers, each)
+    tl.store(at_numbers + chunk, of_query)
+    tl.store(at_numbers + 2 * chunk, of_key)
+    tl.store(at_numbers + 3 * chunk, rate)
     products = tl.dot(key, tl.trans(key)) * rate[:, None]
-    is_below = (rows[:, None] > rows[None, :]) & inside[:, None]
-    products = tl.where(is_below, products * tl.exp2(reading[:, None] - writing[None, :]), 0.0)
+    decays = tl.exp2((each + of_key)[:, None] - (each - of_key)[None, :])
+    products = tl.where(rows[:, None] > rows[None, :], products * decays, 0.0)
     # [[B, 0], [C, D]]^-1 = [[B^-1, 0], [-D^-1 C B^-1, D^-1]], for blocks of 1, 2, ... 32 rows
     one = rows[:, None] == rows[None, :]
     found = tl.where(one, 1.0, 0.0) - tl.where(rows[:, None] // 2 == rows[None, :] // 2, products, 0.0)
@@ -262,27 +259,22 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _norm(rows, epsilon):
-    wide = rows.to(tl.float32)
-    return -0.5 * tl.log2(tl.sum(wide * wide, 1) + epsilon)
+def _norm(tile, inside, epsilon):
+    wide = tile.to(tl.float32)
+    return tl.where(inside, -0.5 * tl.log2(tl.sum(wide * wide, 1) + epsilon), 0.0)
 
 
 @triton.jit
-def _exponents(sums, query_norms, key_norms, row, head, rows, inside, heads: tl.constexpr, key_heads: tl.constexpr):
-    """Return the sums of a chunk's decays, and these with the norms of queries, of keys that read, and that write."""
-    each = tl.load(sums + (row + rows) * heads + head, mask=inside, other=0.0)
-    if key_norms is None:
-        return each, each, each, each
-    at_norm = (row + rows) * key_heads + head // (heads // key_heads)
-    of_query = tl.load(query_norms + at_norm, mask=inside, other=0.0)
-    of_key = tl.load(key_norms + at_norm, mask=inside, other=0.0)
-    return each, each + of_query, each + of_key, each - of_key
+def _numbers(numbers, rows, chunk: tl.constexpr):
+    """Return a chunk's sums with the norms of queries, of keys that read, and that write; the last sum; and beta."""
+    each, of_key = tl.load(numbers + rows), tl.load(numbers + 2 * chunk + rows)
+    asking = each + tl.load(numbers + chunk + rows)
+    return asking, each + of_key, each - of_key, tl.load(numbers + chunk - 1), tl.load(numbers + 3 * chunk + rows)
 
 
 @triton.jit
 def _scan_kernel(
-    queries, keys, query_norms, key_norms, sums, beta, inverse,
-    values, before, out, states, added, transitions, lasts,
+    queries, keys, numbers, inverse, values, before, out, states, added, transitions, lasts,
     begins, ends, firsts, ends_of_matrices, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
@@ -306,22 +298,20 @@ def _scan_kernel(
         state = tl.load(before + one * value_dim + of_state, mask=in_state, other=0.0)
     else:
         state = tl.zeros((block_key, block_columns), tl.float32)
+    first_chunk = tl.load(firsts + fragment) * heads + head
+    numbers += first_chunk * (4 * chunk)
     if states is not None:
-        states += (tl.load(firsts + fragment) * heads + head) * (key_dim * value_dim)
+        states += first_chunk * (key_dim * value_dim)
     for row in range(begin, end, chunk):
         at_key, at_value, is_key, is_there, inside = chunk_tiles(
             row, end, head, rows, channels, columns, is_channel, of_value, heads, key_heads, key_dim, value_dim
         )
-        at_row = row * heads + head + rows * heads
         at_inverse = (row * heads + head) * chunk + rows[:, None] * (heads * chunk) + rows[None, :]
         key = tl.load(keys + at_key, mask=is_key, other=0.0)
         value = tl.load(values + at_value, mask=is_there, other=0.0).to(tl.float32)
         inner = tl.load(inverse + at_inverse, mask=inside[:, None], other=0.0)
-        _, asking, reading, writing = _exponents(
-            sums, query_norms, key_norms, row, head, rows, inside, heads, key_heads
-        )
-        last = tl.load(sums + (tl.minimum(row + chunk, end) - 1) * heads + head)
-        rate = tl.load(beta + at_row, mask=inside, other=0.0).to(tl.float32)
+        asking, reading, writing, last, rate = _numbers(numbers, rows, chunk)
+        numbers += heads * (4 * chunk)
         low = state.to(key.dtype)
         if states is not None:
             tl.store(states + of_state, low, mask=in_state)
@@ -333,11 +323,11 @@ def _scan_kernel(
         if out is not None:
             query = tl.load(queries + at_key, mask=is_key, other=0.0)
             decays = tl.where(rows[:, None] >= rows[None, :], tl.exp2(asking[:, None] - writing[None, :]), 0.0)
-            weights = tl.dot(query, tl.trans(key)) * tl.where(inside[:, None] & inside[None, :], decays, 0.0)
+            weights = tl.dot(query, tl.trans(key)) * decays
             result = tl.exp2(asking)[:, None] * tl.dot(query, low)
             result = tl.dot(weights.to(key.dtype), new.to(key.dtype), result) * scale
             tl.store(out + at_value, result.to(key.dtype), mask=is_there)
-        new *= tl.where(inside, tl.exp2(last - writing), 0.0)[:, None]
+        new *= tl.exp2(last - writing)[:, None]
         state = tl.dot(tl.trans(key), new.to(key.dtype), state * tl.exp2(last))
     if transitions is not None:
         tl.store(lasts + one * value_dim + of_state, state, mask=in_state)
@@ -348,7 +338,7 @@ def _scan_kernel(
 
 @triton.jit
 def _reverse_kernel(
-    queries, keys, query_norms, key_norms, sums, beta, inverse, grad_out, after, states, found, starts,
+    queries, keys, numbers, inverse, grad_out, after, states, found, starts,
     begins, ends, firsts, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
@@ -369,8 +359,10 @@ def _reverse_kernel(
     else:
         state = tl.zeros((block_key, block_columns), tl.float32)
     last_chunk = (end - begin - 1) // chunk
+    at_last = (tl.load(firsts + fragment) + last_chunk) * heads + head
+    numbers += at_last * (4 * chunk)
     if states is not None:
-        states += ((tl.load(firsts + fragment) + last_chunk) * heads + head) * (key_dim * value_dim)
+        states += at_last * (key_dim * value_dim)
     last_row = begin + last_chunk * chunk
     for passed in range(0, end - begin, chunk):
         row = last_row - passed
@@ -383,18 +375,15 @@ def _reverse_kernel(
         query = tl.load(queries + at_key + in_keys, mask=is_key, other=0.0)
         grad = tl.load(grad_out + first * value_dim + in_values, mask=is_there, other=0.0)
         inner = tl.load(inverse + first * chunk + in_inverse, mask=inside[:, None], other=0.0)
-        _, asking, reading, writing = _exponents(
-            sums, query_norms, key_norms, row, head, rows, inside, heads, key_heads
-        )
-        last = tl.load(sums + (tl.minimum(row + chunk, end) - 1) * heads + head)
-        rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
+        asking, reading, writing, last, rate = _numbers(numbers, rows, chunk)
+        numbers -= heads * (4 * chunk)
         low = state.to(key.dtype)
         if states is not None:
             tl.store(states + of_state, low, mask=in_state)
             states -= heads * key_dim * value_dim
         decays = tl.where(rows[:, None] <= rows[None, :], tl.exp2(asking[None, :] - writing[:, None]), 0.0)
-        weights = tl.dot(key, tl.trans(query)) * tl.where(inside[:, None] & inside[None, :], decays, 0.0) * scale
-        new = tl.where(inside, tl.exp2(last - writing), 0.0)[:, None] * tl.dot(key, low)
+        weights = tl.dot(key, tl.trans(query)) * decays * scale
+        new = tl.exp2(last - writing)[:, None] * tl.dot(key, low)
         new = tl.dot(weights.to(grad.dtype), grad, new)
         of_values = tl.dot(tl.trans(inner), new.to(key.dtype))
         if states is not None:
@@ -409,8 +398,8 @@ def _reverse_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    queries, keys, query_norms, key_norms, sums, beta, by_value, grad_out, states, added, grad_states, grad_values,
-    dq, dk, dg, dbeta, edges, places, scale,
+    queries, keys, numbers, by_value, grad_out, states, added, grad_states, grad_values,
+    dq, dk, dg, dbeta, edges, places, scale, normalize: tl.constexpr,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
@@ -422,9 +411,8 @@ def _gradient_kernel(
     inside, is_channel = rows < end - row, channels < key_dim
     is_key = inside[:, None] & is_channel[None, :]
     in_keys = rows[:, None] * (key_heads * key_dim) + channels[None, :]
-    each, asking, reading, writing = _exponents(sums, query_norms, key_norms, row, head, rows, inside, heads, key_heads)
-    last = tl.load(sums + (tl.minimum(row + chunk, end) - 1) * heads + head)
-    rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
+    numbers += (number.to(tl.int64) * heads + head) * (4 * chunk)
+    asking, reading, writing, last, rate = _numbers(numbers, rows, chunk)
     key = tl.load(keys + first_key * key_dim + in_keys, mask=is_key, other=0.0)
     query = tl.load(queries + first_key * key_dim + in_keys, mask=is_key, other=0.0)
     states += (number.to(tl.int64) * heads + head) * (key_dim * value_dim)
@@ -460,14 +448,13 @@ def _gradient_kernel(
     # of_query, of_read and of_key become gradients of what is multiplied: queries, and keys that read and that write,
     # as if their norms were constants
     low = key.dtype
-    is_inside = inside[:, None] & inside[None, :]
-    decays = tl.where(is_inside, tl.exp2(asking[:, None] - writing[None, :]) * scale, 0.0)
+    decays = tl.exp2(asking[:, None] - writing[None, :]) * scale
     of_weights = tl.where(rows[:, None] >= rows[None, :], of_weights * decays, 0.0).to(low)
-    decays = tl.where(is_inside, tl.exp2(reading[:, None] - writing[None, :]), 0.0)
+    decays = tl.exp2(reading[:, None] - writing[None, :])
     of_inner = tl.where(rows[:, None] > rows[None, :], -of_inner * decays, 0.0)
     of_query = tl.dot(of_weights, key, of_query * (scale * tl.exp2(asking))[:, None])
     of_read = tl.dot(of_inner.to(low), key, of_read * -tl.exp2(reading)[:, None])
-    of_key *= tl.where(inside, tl.exp2(last - writing), 0.0)[:, None]
+    of_key *= tl.exp2(last - writing)[:, None]
     total = tl.sum(key.to(tl.float32) * of_key) + tl.exp2(last) * of_last
     of_key = tl.dot(tl.trans((rate[:, None] * of_inner).to(low)), key, of_key)
     of_key = tl.dot(tl.trans(of_weights), query, of_key)
@@ -481,9 +468,11 @@ def _gradient_kernel(
     of_rate = tl.load(by_value + first + rows * heads, mask=inside, other=0.0) + by_read
     tl.store(dbeta + first + rows * heads, of_rate.to(dbeta.dtype.element_ty), mask=inside)
     of_key += rate[:, None] * of_read
-    if key_norms is not None:
-        of_query -= (by_query * tl.exp2(2 * (asking - each)))[:, None] * query.to(tl.float32)
-        of_key -= ((by_key + rate * by_read) * tl.exp2(2 * (reading - each)))[:, None] * key.to(tl.float32)
+    if normalize:
+        square = tl.exp2(2 * tl.load(numbers + chunk + rows))
+        of_query -= (by_query * square)[:, None] * query.to(tl.float32)
+        square = tl.exp2(2 * tl.load(numbers + 2 * chunk + rows))
+        of_key -= ((by_key + rate * by_read) * square)[:, None] * key.to(tl.float32)
     at_key = first * key_dim + rows[:, None] * (heads * key_dim) + channels[None, :]
     tl.store(dq + at_key, of_query.to(low), mask=is_key)
     tl.store(dk + at_key, of_key.to(low), mask=is_key)

@@ -60,7 +60,7 @@ def run(key_dim):
         *delta.states_of_chunks(chunks, v, state, fragments),
         *delta.gradients_of_chunks(chunks, grad, state, 1.0, fragments),
     )
-    delta.input_gradients(chunks, v, grad, of_chunks, 1.0, fragments)
+    delta.input_gradients(chunks, v, beta, grad, of_chunks, 1.0, True, fragments)
     states = decay.states_of_chunks(inputs, v, state, fragments)
     grads, _ = decay.gradients_of_chunks(inputs, grad, state, 1.0, fragments)
     decay.input_gradients(inputs, v, grad, states, grads, 1.0, fragments)

@@ -94,7 +94,7 @@ def test_gated_delta_in_triton(key_dim, value_dim, normalize, decay):
     found["start"] = ours.start_gradients(chunks, grad, SCALE, fragments.spans)
     of_chunks = ours.states_of_chunks(chunks, v, states[0], fragments)
     of_chunks = *of_chunks, *ours.gradients_of_chunks(chunks, grad, states[1], SCALE, fragments)
-    grads = ours.input_gradients(chunks, v, grad, of_chunks, SCALE, fragments)
+    grads = ours.input_gradients(chunks, v, beta, grad, of_chunks, SCALE, normalize, fragments)
     found |= {name: t[0] for name, t in zip(("dq", "dk", "dv", "dg", "dbeta"), grads, strict=True)}
     require_equal(found, wanted)
 
