@@ -10,9 +10,9 @@ where g is the last decay. Given the gradient of N, that of X is `Y = A^T dN`. A
 gradient of its own. So what other implementations write between their kernels (w and u of the WY representation, and
 their gradients) is never written.
 
-Queries and keys that are divided by their norms are read as they are: G is multiplied by reciprocals of the norms of
-the rows of Q and K beside it. The numbers of a chunk's tokens lie together, since vectors of 64 numbers that are
-`heads` apart take as long to load as tiles.
+Queries and keys that are divided by their norms are read as they are. The reciprocals of the norms multiply G where it
+stands before Q and before K, and the rows of A: then N has those of the keys that write. The numbers of a chunk's
+tokens lie together, since vectors of 64 numbers that are `heads` apart take as long to load as tiles.
 
 Tensors are contiguous, of one flat batch: `[1, tokens, heads, dim]`. Products are of 16-bit numbers and their sums in
 fp32, but those of A, which are in TF32. Source of the chunks: arXiv:2412.06464, section 3.3.
@@ -42,10 +42,10 @@ class Chunks(NamedTuple):
     Attributes:
         queries: Q, `[1, tokens, key_heads, key_dim]`.
         keys: K, shaped alike.
-        numbers: Four vectors a chunk, `[chunks, heads, 4, 64]`, fp32: sums of the decays from its beginning, and the
-            reciprocals of the norms by which queries and keys are divided, as logarithms to base 2; beta. Behind the
-            last token they are the last sum and zeros.
-        inverse: A, `[1, tokens, heads, 64]`, typed as keys.
+        numbers: Four vectors a chunk, `[chunks, heads, 4, 64]`, fp32. The first three are logarithms to base 2, of the
+            decays from its beginning, and of the reciprocals of the norms of queries and of keys; the last is beta.
+            Behind the last token they are those of the last decay, and zero.
+        inverse: A, `[1, tokens, heads, 64]`, typed as keys, divided by the norms of the keys.
     """
 
     queries: Tensor
@@ -235,17 +235,15 @@ def _chunk_kernel(
     each = tl.cumsum(each * 1.4426950408889634, 0)  # 1 / ln 2
     rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
     key = tl.load(keys + first_key * key_dim + in_keys, mask=is_key, other=0.0)
-    of_query, of_key = tl.zeros((chunk,), tl.float32), tl.zeros((chunk,), tl.float32)
+    norm = tl.zeros((chunk,), tl.float32)
     if normalize:
-        query = tl.load(queries + first_key * key_dim + in_keys, mask=is_key, other=0.0)
-        of_query, of_key = _norm(query, inside, epsilon), _norm(key, inside, epsilon)
-    at_numbers = numbers + (number.to(tl.int64) * heads + head) * (4 * chunk) + rows
-    tl.store(at_numbers, each)
-    tl.store(at_numbers + chunk, of_query)
-    tl.store(at_numbers + 2 * chunk, of_key)
-    tl.store(at_numbers + 3 * chunk, rate)
+        norm = _norm(key, inside, epsilon)
+    numbers += (number.to(tl.int64) * heads + head) * (4 * chunk)
+    tl.store(numbers + rows, each)
+    tl.store(numbers + 2 * chunk + rows, norm)
+    tl.store(numbers + 3 * chunk + rows, rate)
     products = tl.dot(key, tl.trans(key)) * rate[:, None]
-    decays = tl.exp2((each + of_key)[:, None] - (each - of_key)[None, :])
+    decays = tl.exp2((each + norm)[:, None] - (each - norm)[None, :])
     products = tl.where(rows[:, None] > rows[None, :], products * decays, 0.0)
     # [[B, 0], [C, D]]^-1 = [[B^-1, 0], [-D^-1 C B^-1, D^-1]], for blocks of 1, 2, ... 32 rows
     one = rows[:, None] == rows[None, :]
@@ -255,21 +253,18 @@ def _chunk_kernel(
         is_beside = (block_rows != block_columns) & (block_rows >> 1 == block_columns >> 1)
         found -= tl.dot(tl.dot(found, tl.where(is_beside, products, 0.0)), found)
     in_inverse = rows[:, None] * (heads * chunk) + rows[None, :]
+    found *= tl.exp2(norm)[:, None]
     tl.store(inverse + first * chunk + in_inverse, found.to(inverse.dtype.element_ty), mask=inside[:, None])
+    if normalize:
+        query = tl.load(queries + first_key * key_dim + in_keys, mask=is_key, other=0.0)
+        norm = _norm(query, inside, epsilon)
+    tl.store(numbers + chunk + rows, norm)
 
 
 @triton.jit
 def _norm(tile, inside, epsilon):
     wide = tile.to(tl.float32)
     return tl.where(inside, -0.5 * tl.log2(tl.sum(wide * wide, 1) + epsilon), 0.0)
-
-
-@triton.jit
-def _numbers(numbers, rows, chunk: tl.constexpr):
-    """Return a chunk's sums with the norms of queries, of keys that read, and that write; the last sum; and beta."""
-    each, of_key = tl.load(numbers + rows), tl.load(numbers + 2 * chunk + rows)
-    asking = each + tl.load(numbers + chunk + rows)
-    return asking, each + of_key, each - of_key, tl.load(numbers + chunk - 1), tl.load(numbers + 3 * chunk + rows)
 
 
 @triton.jit
@@ -310,25 +305,27 @@ def _scan_kernel(
         key = tl.load(keys + at_key, mask=is_key, other=0.0)
         value = tl.load(values + at_value, mask=is_there, other=0.0).to(tl.float32)
         inner = tl.load(inverse + at_inverse, mask=inside[:, None], other=0.0)
-        asking, reading, writing, last, rate = _numbers(numbers, rows, chunk)
-        numbers += heads * (4 * chunk)
+        each, of_key = tl.load(numbers + rows), tl.load(numbers + 2 * chunk + rows)
+        last, rate = tl.load(numbers + chunk - 1), tl.load(numbers + 3 * chunk + rows)
         low = state.to(key.dtype)
         if states is not None:
             tl.store(states + of_state, low, mask=in_state)
             states += heads * key_dim * value_dim
-        value = rate[:, None] * (value - tl.exp2(reading)[:, None] * tl.dot(key, low))
+        value = rate[:, None] * (value - tl.exp2(each + of_key)[:, None] * tl.dot(key, low))
         new = tl.dot(inner, value.to(key.dtype))
         if added is not None:
             tl.store(added + at_value, new.to(key.dtype), mask=is_there)
         if out is not None:
             query = tl.load(queries + at_key, mask=is_key, other=0.0)
-            decays = tl.where(rows[:, None] >= rows[None, :], tl.exp2(asking[:, None] - writing[None, :]), 0.0)
+            decays = tl.where(rows[:, None] >= rows[None, :], tl.exp2(each[:, None] - each[None, :]), 0.0)
             weights = tl.dot(query, tl.trans(key)) * decays
-            result = tl.exp2(asking)[:, None] * tl.dot(query, low)
-            result = tl.dot(weights.to(key.dtype), new.to(key.dtype), result) * scale
+            result = tl.exp2(each)[:, None] * tl.dot(query, low)
+            result = tl.dot(weights.to(key.dtype), new.to(key.dtype), result)
+            result *= (scale * tl.exp2(tl.load(numbers + chunk + rows)))[:, None]
             tl.store(out + at_value, result.to(key.dtype), mask=is_there)
-        new *= tl.exp2(last - writing)[:, None]
+        new *= tl.exp2(last - each)[:, None]
         state = tl.dot(tl.trans(key), new.to(key.dtype), state * tl.exp2(last))
+        numbers += heads * (4 * chunk)
     if transitions is not None:
         tl.store(lasts + one * value_dim + of_state, state, mask=in_state)
         place = one * key_dim + channels[:, None] * key_dim + columns[None, :]
@@ -375,15 +372,17 @@ def _reverse_kernel(
         query = tl.load(queries + at_key + in_keys, mask=is_key, other=0.0)
         grad = tl.load(grad_out + first * value_dim + in_values, mask=is_there, other=0.0)
         inner = tl.load(inverse + first * chunk + in_inverse, mask=inside[:, None], other=0.0)
-        asking, reading, writing, last, rate = _numbers(numbers, rows, chunk)
+        each, rate = tl.load(numbers + rows), tl.load(numbers + 3 * chunk + rows)
+        asking, reading = each + tl.load(numbers + chunk + rows), each + tl.load(numbers + 2 * chunk + rows)
+        last = tl.load(numbers + chunk - 1)
         numbers -= heads * (4 * chunk)
         low = state.to(key.dtype)
         if states is not None:
             tl.store(states + of_state, low, mask=in_state)
             states -= heads * key_dim * value_dim
-        decays = tl.where(rows[:, None] <= rows[None, :], tl.exp2(asking[None, :] - writing[:, None]), 0.0)
+        decays = tl.where(rows[:, None] <= rows[None, :], tl.exp2(asking[None, :] - each[:, None]), 0.0)
         weights = tl.dot(key, tl.trans(query)) * decays * scale
-        new = tl.exp2(last - writing)[:, None] * tl.dot(key, low)
+        new = tl.exp2(last - each)[:, None] * tl.dot(key, low)
         new = tl.dot(weights.to(grad.dtype), grad, new)
         of_values = tl.dot(tl.trans(inner), new.to(key.dtype))
         if states is not None:
@@ -412,7 +411,9 @@ def _gradient_kernel(
     is_key = inside[:, None] & is_channel[None, :]
     in_keys = rows[:, None] * (key_heads * key_dim) + channels[None, :]
     numbers += (number.to(tl.int64) * heads + head) * (4 * chunk)
-    asking, reading, writing, last, rate = _numbers(numbers, rows, chunk)
+    each, rate = tl.load(numbers + rows), tl.load(numbers + 3 * chunk + rows)
+    query_norm, key_norm = tl.load(numbers + chunk + rows), tl.load(numbers + 2 * chunk + rows)
+    asking, reading, last = each + query_norm, each + key_norm, tl.load(numbers + chunk - 1)
     key = tl.load(keys + first_key * key_dim + in_keys, mask=is_key, other=0.0)
     query = tl.load(queries + first_key * key_dim + in_keys, mask=is_key, other=0.0)
     states += (number.to(tl.int64) * heads + head) * (key_dim * value_dim)
@@ -448,13 +449,13 @@ def _gradient_kernel(
     # of_query, of_read and of_key become gradients of what is multiplied: queries, and keys that read and that write,
     # as if their norms were constants
     low = key.dtype
-    decays = tl.exp2(asking[:, None] - writing[None, :]) * scale
+    decays = tl.exp2(asking[:, None] - each[None, :]) * scale
     of_weights = tl.where(rows[:, None] >= rows[None, :], of_weights * decays, 0.0).to(low)
-    decays = tl.exp2(reading[:, None] - writing[None, :])
+    decays = tl.exp2(reading[:, None] - each[None, :])
     of_inner = tl.where(rows[:, None] > rows[None, :], -of_inner * decays, 0.0)
     of_query = tl.dot(of_weights, key, of_query * (scale * tl.exp2(asking))[:, None])
     of_read = tl.dot(of_inner.to(low), key, of_read * -tl.exp2(reading)[:, None])
-    of_key *= tl.exp2(last - writing)[:, None]
+    of_key *= tl.exp2(last - each)[:, None]
     total = tl.sum(key.to(tl.float32) * of_key) + tl.exp2(last) * of_last
     of_key = tl.dot(tl.trans((rate[:, None] * of_inner).to(low)), key, of_key)
     of_key = tl.dot(tl.trans(of_weights), query, of_key)
@@ -469,10 +470,8 @@ def _gradient_kernel(
     tl.store(dbeta + first + rows * heads, of_rate.to(dbeta.dtype.element_ty), mask=inside)
     of_key += rate[:, None] * of_read
     if normalize:
-        square = tl.exp2(2 * tl.load(numbers + chunk + rows))
-        of_query -= (by_query * square)[:, None] * query.to(tl.float32)
-        square = tl.exp2(2 * tl.load(numbers + 2 * chunk + rows))
-        of_key -= ((by_key + rate * by_read) * square)[:, None] * key.to(tl.float32)
+        of_query -= (by_query * tl.exp2(2 * query_norm))[:, None] * query.to(tl.float32)
+        of_key -= ((by_key + rate * by_read) * tl.exp2(2 * key_norm))[:, None] * key.to(tl.float32)
     at_key = first * key_dim + rows[:, None] * (heads * key_dim) + channels[None, :]
     tl.store(dq + at_key, of_query.to(low), mask=is_key)
     tl.store(dk + at_key, of_key.to(low), mask=is_key)

@@ -86,6 +86,9 @@ def test_gated_delta_in_triton(key_dim, value_dim, normalize, decay):
         m = (inputs[4][part].T[..., None] * (keys @ keys.mT)).tril(-1)
         m = m * (sums[part].T[:, :, None] - sums[part].T[:, None]).tril(-1).exp()
         inverse = (torch.eye(m.shape[-1], dtype=torch.float64) + m).inverse()
+        if normalize:
+            squares = inputs[1][part].repeat_interleave(2, 1).square().sum(2).T[..., None]
+            inverse = inverse / (squares + 1e-6).sqrt()
         found = chunks.inverse[0, part].transpose(0, 1)
         assert error_of(found[:, :, : m.shape[-1]], inverse) < LIMIT and not found[:, :, m.shape[-1] :].any()
 
