@@ -76,15 +76,26 @@ class GatedDelta(Kind):
 
     @property
     def factors(self) -> Inputs:
-        """See `Kind.factors`: the numbers of the tokens of each chunk, and its inverse."""
-        return self._chunks.numbers, self._chunks.inverse
+        """See `Kind.factors`: the numbers of the tokens of each chunk, its inverse, and the norms."""
+        chunks, norms = self._made
+        return chunks.numbers, chunks.inverse, *(() if norms is None else (norms,))
 
     @cached_property
-    def _chunks(self) -> Any:
+    def _made(self) -> tuple[Any, Tensor | None]:
+        """The chunks of the forward pass, and the norms."""
         q, k, _, decays, beta = self.inputs
+        found: tuple[Any, Tensor | None] = self.fla.delta.make_chunks(
+            q, k, decays, beta, self.recurrence.normalize, self.fragments
+        )
+        return found
+
+    @property
+    def _chunks(self) -> Any:
+        """The chunks of this pass."""
         if not self._given:
-            return self.fla.delta.make_chunks(q, k, decays, beta, self.recurrence.normalize, self.fragments)
-        return self.fla.delta.Chunks(q, k, *self._given)
+            return self._made[0]
+        numbers, inverse, *norms = self._given
+        return self.fla.delta.Chunks(*self.inputs[:2], norms[0] if norms else None, numbers, inverse)
 
     def summaries(self, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
         """See `Kind.summaries`."""
@@ -109,9 +120,7 @@ class GatedDelta(Kind):
         _, _, values, _, beta = self.inputs
         states = delta.states_of_chunks(chunks, values, before, fragments)
         of_chunks = *states, *delta.gradients_of_chunks(chunks, grad_out, after, scale, fragments)
-        found: Inputs = delta.input_gradients(
-            chunks, values, beta, grad_out, of_chunks, scale, self.recurrence.normalize, fragments
-        )
+        found: Inputs = delta.input_gradients(chunks, values, beta, grad_out, of_chunks, scale, fragments)
         return found
 
 

@@ -10,9 +10,9 @@ where g is the last decay. Given the gradient of N, that of X is `Y = A^T dN`. A
 gradient of its own. So what other implementations write between their kernels (w and u of the WY representation, and
 their gradients) is never written.
 
-Queries and keys that are divided by their norms are read as they are. The reciprocals of the norms multiply G where it
-stands before Q and before K, and the rows of A: then N has those of the keys that write. The numbers of a chunk's
-tokens lie together, since vectors of 64 numbers that are `heads` apart take as long to load as tiles.
+Forward, queries and keys are written divided by their norms. Backward, they are read as they are, and the reciprocals
+of the norms multiply G beside Q and K; in the outputs that would take more shared memory than half of a multiprocessor
+has. The numbers of a chunk's tokens lie together.
 
 Tensors are contiguous, of one flat batch: `[1, tokens, heads, dim]`. Products are of 16-bit numbers and their sums in
 fp32, but those of A, which are in TF32. Source of the chunks: arXiv:2412.06464, section 3.3.
@@ -42,21 +42,23 @@ class Chunks(NamedTuple):
     Attributes:
         queries: Q, `[1, tokens, key_heads, key_dim]`.
         keys: K, shaped alike.
-        numbers: Four vectors a chunk, `[chunks, heads, 4, 64]`, fp32. The first three are logarithms to base 2, of the
-            decays from its beginning, and of the reciprocals of the norms of queries and of keys; the last is beta.
-            Behind the last token they are those of the last decay, and zero.
-        inverse: A, `[1, tokens, heads, 64]`, typed as keys, divided by the norms of the keys.
+        norms: Reciprocals of the norms by which queries and keys are to be divided, as logarithms to base 2:
+            `[chunks, key_heads, 2, 64]`, fp32, zero behind the last token; None: they are not to be divided.
+        numbers: Sums of the decays from the beginning of a chunk in units of log 2, and beta: `[chunks, heads, 2, 64]`,
+            fp32. Behind the last token they are the last sum, and zero.
+        inverse: A, `[1, tokens, heads, 64]`, typed as keys.
     """
 
     queries: Tensor
     keys: Tensor
+    norms: Tensor | None
     numbers: Tensor
     inverse: Tensor
 
 
 def make_chunks(
     queries: Tensor, keys: Tensor, decays: Tensor, beta: Tensor, normalize: bool, fragments: Fragments
-) -> Chunks:
+) -> tuple[Chunks, Tensor | None]:
     """Return the chunks of queries and keys, and of decays and beta of each token, `[1, tokens, heads]`.
 
     Args:
@@ -64,17 +66,23 @@ def make_chunks(
         keys: Keys.
         decays: Natural logarithms of the decays.
         beta: Beta.
-        normalize: Whether queries and keys are divided by their norms.
+        normalize: Whether queries and keys are divided by their norms. In these chunks they were.
         fragments: All fragments.
+
+    Returns:
+        The chunks, and the norms for `Chunks.norms`, or None.
     """
-    heads, (key_heads, key_dim) = beta.shape[2], keys.shape[2:]
-    inverse, numbers = keys.new_empty(*beta.shape, CHUNK), floats(beta, len(fragments.chunks), heads, 4, CHUNK)
-    _chunk_kernel[len(fragments.chunks), heads](
-        *(queries, keys, decays, beta, numbers, inverse, fragments.edges, fragments.chunks, EPSILON),
-        **{"normalize": normalize, "heads": heads, "key_heads": key_heads, "key_dim": key_dim, "chunk": CHUNK},
+    heads, (key_heads, key_dim), count = beta.shape[2], keys.shape[2:], len(fragments.chunks)
+    inverse, numbers = keys.new_empty(*beta.shape, CHUNK), floats(beta, count, heads, 2, CHUNK)
+    norms, divided = None, (queries, keys)
+    if normalize:
+        norms, divided = floats(beta, count, key_heads, 2, CHUNK), (torch.empty_like(queries), torch.empty_like(keys))
+    _chunk_kernel[count, heads](
+        *(queries, keys, decays, beta, *divided, norms, numbers, inverse, fragments.edges, fragments.chunks, EPSILON),
+        **{"heads": heads, "key_heads": key_heads, "key_dim": key_dim, "chunk": CHUNK},
         **{"block_key": max(16, triton.next_power_of_2(key_dim)), "num_warps": 4},
     )
-    return Chunks(queries, keys, numbers, inverse)
+    return Chunks(*divided, None, numbers, inverse), norms
 
 
 def summarize(chunks: Chunks, values: Tensor, spans: Spans, of_matrices: Spans) -> tuple[Tensor, Tensor]:
@@ -139,7 +147,6 @@ def input_gradients(
     grad_out: Tensor,
     of_chunks: tuple[Tensor, Tensor, Tensor, Tensor],
     scale: float,
-    normalize: bool,
     fragments: Fragments,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys, values, decays (in fp32) and beta.
@@ -151,7 +158,6 @@ def input_gradients(
         grad_out: Gradient of the output.
         of_chunks: What `states_of_chunks` and `gradients_of_chunks` returned.
         scale: Factor on the output.
-        normalize: Whether queries and keys are divided by their norms.
         fragments: All fragments.
     """
     heads, (key_heads, key_dim) = values.shape[2], chunks.keys.shape[2:]
@@ -164,7 +170,7 @@ def input_gradients(
     dg, dbeta = torch.empty_like(by_value), torch.empty_like(beta)
     _gradient_kernel[len(fragments.chunks), heads](
         *(*chunks[:-1], by_value, grad_out, *of_chunks, dq, dk, dg, dbeta, fragments.edges, fragments.chunks, scale),
-        **{"normalize": normalize, **_gradient_sizes(chunks, values)},
+        **_gradient_sizes(chunks, values),
     )
     if heads > key_heads:
         dq, dk = (t.unflatten(2, (key_heads, -1)).sum(3) for t in (dq, dk))
@@ -219,14 +225,14 @@ def _gradient_sizes(chunks: Chunks, values: Tensor) -> dict[str, int]:
 
 @triton.jit
 def _chunk_kernel(
-    queries, keys, decays, beta, numbers, inverse, edges, places, epsilon,
-    normalize: tl.constexpr, heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr,
-    chunk: tl.constexpr, block_key: tl.constexpr,
+    queries, keys, decays, beta, divided_queries, divided_keys, norms, numbers, inverse, edges, places, epsilon,
+    heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, chunk: tl.constexpr, block_key: tl.constexpr,
 ):  # fmt: skip
-    number, head = tl.program_id(0), tl.program_id(1)
+    number, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     fragment, place = tl.load(places + number * 2), tl.load(places + number * 2 + 1)
     row, end = tl.load(edges + fragment) + place * chunk, tl.load(edges + fragment + 1)
-    first, first_key = row * heads + head, row * key_heads + head // (heads // key_heads)
+    key_head = head // (heads // key_heads)
+    first, first_key = row * heads + head, (row * key_heads + key_head) * key_dim
     rows, channels = tl.arange(0, chunk), tl.arange(0, block_key)
     inside = rows < end - row
     is_key = inside[:, None] & (channels < key_dim)[None, :]
@@ -234,17 +240,22 @@ def _chunk_kernel(
     each = tl.load(decays + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
     each = tl.cumsum(each * 1.4426950408889634, 0)  # 1 / ln 2
     rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
-    key = tl.load(keys + first_key * key_dim + in_keys, mask=is_key, other=0.0)
-    norm = tl.zeros((chunk,), tl.float32)
-    if normalize:
-        norm = _norm(key, inside, epsilon)
-    numbers += (number.to(tl.int64) * heads + head) * (4 * chunk)
-    tl.store(numbers + rows, each)
-    tl.store(numbers + 2 * chunk + rows, norm)
-    tl.store(numbers + 3 * chunk + rows, rate)
+    key = tl.load(keys + first_key + in_keys, mask=is_key, other=0.0)
+    if norms is not None:
+        norm, key = _divided(key, inside, epsilon)
+        if head % (heads // key_heads) == 0:
+            norms += (number * key_heads + key_head) * (2 * chunk) + rows
+            tl.store(norms + chunk, norm)
+            tl.store(divided_keys + first_key + in_keys, key, mask=is_key)
+            query = tl.load(queries + first_key + in_keys, mask=is_key, other=0.0)
+            norm, query = _divided(query, inside, epsilon)
+            tl.store(norms, norm)
+            tl.store(divided_queries + first_key + in_keys, query, mask=is_key)
+    numbers += (number * heads + head) * (2 * chunk) + rows
+    tl.store(numbers, each)
+    tl.store(numbers + chunk, rate)
     products = tl.dot(key, tl.trans(key)) * rate[:, None]
-    decays = tl.exp2((each + norm)[:, None] - (each - norm)[None, :])
-    products = tl.where(rows[:, None] > rows[None, :], products * decays, 0.0)
+    products = tl.where(rows[:, None] > rows[None, :], products * tl.exp2(each[:, None] - each[None, :]), 0.0)
     # [[B, 0], [C, D]]^-1 = [[B^-1, 0], [-D^-1 C B^-1, D^-1]], for blocks of 1, 2, ... 32 rows
     one = rows[:, None] == rows[None, :]
     found = tl.where(one, 1.0, 0.0) - tl.where(rows[:, None] // 2 == rows[None, :] // 2, products, 0.0)
@@ -253,23 +264,30 @@ def _chunk_kernel(
         is_beside = (block_rows != block_columns) & (block_rows >> 1 == block_columns >> 1)
         found -= tl.dot(tl.dot(found, tl.where(is_beside, products, 0.0)), found)
     in_inverse = rows[:, None] * (heads * chunk) + rows[None, :]
-    found *= tl.exp2(norm)[:, None]
     tl.store(inverse + first * chunk + in_inverse, found.to(inverse.dtype.element_ty), mask=inside[:, None])
-    if normalize:
-        query = tl.load(queries + first_key * key_dim + in_keys, mask=is_key, other=0.0)
-        norm = _norm(query, inside, epsilon)
-    tl.store(numbers + chunk + rows, norm)
 
 
 @triton.jit
-def _norm(tile, inside, epsilon):
+def _divided(tile, inside, epsilon):
     wide = tile.to(tl.float32)
-    return tl.where(inside, -0.5 * tl.log2(tl.sum(wide * wide, 1) + epsilon), 0.0)
+    squares = tl.sum(wide * wide, 1) + epsilon
+    return tl.where(inside, -0.5 * tl.log2(squares), 0.0), (wide * tl.rsqrt(squares)[:, None]).to(tile.dtype)
+
+
+@triton.jit
+def _exponents(each, norms, chunk: tl.constexpr):
+    """Return the sums of decays and the norms of queries, of keys that read, and of keys that write."""
+    if norms is None:
+        asking, reading, writing = each, each, each
+    else:
+        of_query, of_key = tl.load(norms), tl.load(norms + chunk)
+        asking, reading, writing = each + of_query, each + of_key, each - of_key
+    return asking, reading, writing
 
 
 @triton.jit
 def _scan_kernel(
-    queries, keys, numbers, inverse, values, before, out, states, added, transitions, lasts,
+    queries, keys, norms, numbers, inverse, values, before, out, states, added, transitions, lasts,
     begins, ends, firsts, ends_of_matrices, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
@@ -293,10 +311,13 @@ def _scan_kernel(
         state = tl.load(before + one * value_dim + of_state, mask=in_state, other=0.0)
     else:
         state = tl.zeros((block_key, block_columns), tl.float32)
-    first_chunk = tl.load(firsts + fragment) * heads + head
-    numbers += first_chunk * (4 * chunk)
+    first_chunk = tl.load(firsts + fragment)
+    of_last = numbers + (first_chunk * heads + head) * (2 * chunk) + chunk - 1
+    numbers += (first_chunk * heads + head) * (2 * chunk) + rows
+    if norms is not None:
+        norms += (first_chunk * key_heads + head // (heads // key_heads)) * (2 * chunk) + rows
     if states is not None:
-        states += first_chunk * (key_dim * value_dim)
+        states += (first_chunk * heads + head) * (key_dim * value_dim)
     for row in range(begin, end, chunk):
         at_key, at_value, is_key, is_there, inside = chunk_tiles(
             row, end, head, rows, channels, columns, is_channel, of_value, heads, key_heads, key_dim, value_dim
@@ -305,27 +326,29 @@ def _scan_kernel(
         key = tl.load(keys + at_key, mask=is_key, other=0.0)
         value = tl.load(values + at_value, mask=is_there, other=0.0).to(tl.float32)
         inner = tl.load(inverse + at_inverse, mask=inside[:, None], other=0.0)
-        each, of_key = tl.load(numbers + rows), tl.load(numbers + 2 * chunk + rows)
-        last, rate = tl.load(numbers + chunk - 1), tl.load(numbers + 3 * chunk + rows)
+        each, rate, last = tl.load(numbers), tl.load(numbers + chunk), tl.load(of_last)
+        asking, reading, writing = _exponents(each, norms, chunk)
         low = state.to(key.dtype)
         if states is not None:
             tl.store(states + of_state, low, mask=in_state)
             states += heads * key_dim * value_dim
-        value = rate[:, None] * (value - tl.exp2(each + of_key)[:, None] * tl.dot(key, low))
+        value = rate[:, None] * (value - tl.exp2(reading)[:, None] * tl.dot(key, low))
         new = tl.dot(inner, value.to(key.dtype))
         if added is not None:
             tl.store(added + at_value, new.to(key.dtype), mask=is_there)
         if out is not None:
             query = tl.load(queries + at_key, mask=is_key, other=0.0)
-            decays = tl.where(rows[:, None] >= rows[None, :], tl.exp2(each[:, None] - each[None, :]), 0.0)
+            decays = tl.where(rows[:, None] >= rows[None, :], tl.exp2(asking[:, None] - writing[None, :]), 0.0)
             weights = tl.dot(query, tl.trans(key)) * decays
-            result = tl.exp2(each)[:, None] * tl.dot(query, low)
-            result = tl.dot(weights.to(key.dtype), new.to(key.dtype), result)
-            result *= (scale * tl.exp2(tl.load(numbers + chunk + rows)))[:, None]
+            result = tl.exp2(asking)[:, None] * tl.dot(query, low)
+            result = tl.dot(weights.to(key.dtype), new.to(key.dtype), result) * scale
             tl.store(out + at_value, result.to(key.dtype), mask=is_there)
-        new *= tl.exp2(last - each)[:, None]
+        new *= tl.exp2(last - writing)[:, None]
         state = tl.dot(tl.trans(key), new.to(key.dtype), state * tl.exp2(last))
-        numbers += heads * (4 * chunk)
+        numbers += heads * (2 * chunk)
+        of_last += heads * (2 * chunk)
+        if norms is not None:
+            norms += key_heads * (2 * chunk)
     if transitions is not None:
         tl.store(lasts + one * value_dim + of_state, state, mask=in_state)
         place = one * key_dim + channels[:, None] * key_dim + columns[None, :]
@@ -335,7 +358,7 @@ def _scan_kernel(
 
 @triton.jit
 def _reverse_kernel(
-    queries, keys, numbers, inverse, grad_out, after, states, found, starts,
+    queries, keys, norms, numbers, inverse, grad_out, after, states, found, starts,
     begins, ends, firsts, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
@@ -356,10 +379,13 @@ def _reverse_kernel(
     else:
         state = tl.zeros((block_key, block_columns), tl.float32)
     last_chunk = (end - begin - 1) // chunk
-    at_last = (tl.load(firsts + fragment) + last_chunk) * heads + head
-    numbers += at_last * (4 * chunk)
+    at_last = tl.load(firsts + fragment) + last_chunk
+    of_last = numbers + (at_last * heads + head) * (2 * chunk) + chunk - 1
+    numbers += (at_last * heads + head) * (2 * chunk) + rows
+    if norms is not None:
+        norms += (at_last * key_heads + head // (heads // key_heads)) * (2 * chunk) + rows
     if states is not None:
-        states += at_last * (key_dim * value_dim)
+        states += (at_last * heads + head) * (key_dim * value_dim)
     last_row = begin + last_chunk * chunk
     for passed in range(0, end - begin, chunk):
         row = last_row - passed
@@ -372,17 +398,19 @@ def _reverse_kernel(
         query = tl.load(queries + at_key + in_keys, mask=is_key, other=0.0)
         grad = tl.load(grad_out + first * value_dim + in_values, mask=is_there, other=0.0)
         inner = tl.load(inverse + first * chunk + in_inverse, mask=inside[:, None], other=0.0)
-        each, rate = tl.load(numbers + rows), tl.load(numbers + 3 * chunk + rows)
-        asking, reading = each + tl.load(numbers + chunk + rows), each + tl.load(numbers + 2 * chunk + rows)
-        last = tl.load(numbers + chunk - 1)
-        numbers -= heads * (4 * chunk)
+        each, rate, last = tl.load(numbers), tl.load(numbers + chunk), tl.load(of_last)
+        asking, reading, writing = _exponents(each, norms, chunk)
+        numbers -= heads * (2 * chunk)
+        of_last -= heads * (2 * chunk)
+        if norms is not None:
+            norms -= key_heads * (2 * chunk)
         low = state.to(key.dtype)
         if states is not None:
             tl.store(states + of_state, low, mask=in_state)
             states -= heads * key_dim * value_dim
-        decays = tl.where(rows[:, None] <= rows[None, :], tl.exp2(asking[None, :] - each[:, None]), 0.0)
+        decays = tl.where(rows[:, None] <= rows[None, :], tl.exp2(asking[None, :] - writing[:, None]), 0.0)
         weights = tl.dot(key, tl.trans(query)) * decays * scale
-        new = tl.exp2(last - each)[:, None] * tl.dot(key, low)
+        new = tl.exp2(last - writing)[:, None] * tl.dot(key, low)
         new = tl.dot(weights.to(grad.dtype), grad, new)
         of_values = tl.dot(tl.trans(inner), new.to(key.dtype))
         if states is not None:
@@ -397,8 +425,8 @@ def _reverse_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    queries, keys, numbers, by_value, grad_out, states, added, grad_states, grad_values,
-    dq, dk, dg, dbeta, edges, places, scale, normalize: tl.constexpr,
+    queries, keys, norms, numbers, by_value, grad_out, states, added, grad_states, grad_values,
+    dq, dk, dg, dbeta, edges, places, scale,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     chunk: tl.constexpr, block_key: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
@@ -410,10 +438,11 @@ def _gradient_kernel(
     inside, is_channel = rows < end - row, channels < key_dim
     is_key = inside[:, None] & is_channel[None, :]
     in_keys = rows[:, None] * (key_heads * key_dim) + channels[None, :]
-    numbers += (number.to(tl.int64) * heads + head) * (4 * chunk)
-    each, rate = tl.load(numbers + rows), tl.load(numbers + 3 * chunk + rows)
-    query_norm, key_norm = tl.load(numbers + chunk + rows), tl.load(numbers + 2 * chunk + rows)
-    asking, reading, last = each + query_norm, each + key_norm, tl.load(numbers + chunk - 1)
+    numbers += (number.to(tl.int64) * heads + head) * (2 * chunk)
+    each, rate, last = tl.load(numbers + rows), tl.load(numbers + chunk + rows), tl.load(numbers + chunk - 1)
+    if norms is not None:
+        norms += (number.to(tl.int64) * key_heads + head // (heads // key_heads)) * (2 * chunk) + rows
+    asking, reading, writing = _exponents(each, norms, chunk)
     key = tl.load(keys + first_key * key_dim + in_keys, mask=is_key, other=0.0)
     query = tl.load(queries + first_key * key_dim + in_keys, mask=is_key, other=0.0)
     states += (number.to(tl.int64) * heads + head) * (key_dim * value_dim)
@@ -449,13 +478,13 @@ def _gradient_kernel(
     # of_query, of_read and of_key become gradients of what is multiplied: queries, and keys that read and that write,
     # as if their norms were constants
     low = key.dtype
-    decays = tl.exp2(asking[:, None] - each[None, :]) * scale
+    decays = tl.exp2(asking[:, None] - writing[None, :]) * scale
     of_weights = tl.where(rows[:, None] >= rows[None, :], of_weights * decays, 0.0).to(low)
-    decays = tl.exp2(reading[:, None] - each[None, :])
+    decays = tl.exp2(reading[:, None] - writing[None, :])
     of_inner = tl.where(rows[:, None] > rows[None, :], -of_inner * decays, 0.0)
     of_query = tl.dot(of_weights, key, of_query * (scale * tl.exp2(asking))[:, None])
     of_read = tl.dot(of_inner.to(low), key, of_read * -tl.exp2(reading)[:, None])
-    of_key *= tl.exp2(last - each)[:, None]
+    of_key *= tl.exp2(last - writing)[:, None]
     total = tl.sum(key.to(tl.float32) * of_key) + tl.exp2(last) * of_last
     of_key = tl.dot(tl.trans((rate[:, None] * of_inner).to(low)), key, of_key)
     of_key = tl.dot(tl.trans(of_weights), query, of_key)
@@ -469,9 +498,9 @@ def _gradient_kernel(
     of_rate = tl.load(by_value + first + rows * heads, mask=inside, other=0.0) + by_read
     tl.store(dbeta + first + rows * heads, of_rate.to(dbeta.dtype.element_ty), mask=inside)
     of_key += rate[:, None] * of_read
-    if normalize:
-        of_query -= (by_query * tl.exp2(2 * query_norm))[:, None] * query.to(tl.float32)
-        of_key -= ((by_key + rate * by_read) * tl.exp2(2 * key_norm))[:, None] * key.to(tl.float32)
+    if norms is not None:
+        of_query -= (by_query * tl.exp2(2 * tl.load(norms)))[:, None] * query.to(tl.float32)
+        of_key -= ((by_key + rate * by_read) * tl.exp2(2 * tl.load(norms + chunk)))[:, None] * key.to(tl.float32)
     at_key = first * key_dim + rows[:, None] * (heads * key_dim) + channels[None, :]
     tl.store(dq + at_key, of_query.to(low), mask=is_key)
     tl.store(dk + at_key, of_key.to(low), mask=is_key)

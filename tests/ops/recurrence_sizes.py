@@ -50,17 +50,19 @@ def run(key_dim):
     decays, beta = torch.zeros(1, tokens, heads), torch.zeros(1, tokens, heads, dtype=torch.bfloat16)
     state = torch.zeros(1, heads, key_dim, key_dim)
     delta, decay = triton_gated_delta, triton_decay
-    chunks, inputs = delta.make_chunks(q, k, decays, beta, True, fragments), decay.DecayInputs(q, k, decays)
+    (chunks, norms), inputs = delta.make_chunks(q, k, decays, beta, True, fragments), decay.DecayInputs(q, k, decays)
+    raw = chunks._replace(norms=norms)  # what the backward pass has
     delta.summarize(chunks, v, spans, spans)
     decay.summarize(inputs, v, spans)
-    for ours, given in ((delta, chunks), (decay, inputs)):
-        ours.outputs(given, v, state, 1.0, spans)
+    delta.outputs(chunks, v, state, 1.0, spans)
+    decay.outputs(inputs, v, state, 1.0, spans)
+    for ours, given in ((delta, raw), (decay, inputs)):
         ours.start_gradients(given, grad, 1.0, spans)
     of_chunks = (
-        *delta.states_of_chunks(chunks, v, state, fragments),
-        *delta.gradients_of_chunks(chunks, grad, state, 1.0, fragments),
+        *delta.states_of_chunks(raw, v, state, fragments),
+        *delta.gradients_of_chunks(raw, grad, state, 1.0, fragments),
     )
-    delta.input_gradients(chunks, v, beta, grad, of_chunks, 1.0, True, fragments)
+    delta.input_gradients(raw, v, beta, grad, of_chunks, 1.0, fragments)
     states = decay.states_of_chunks(inputs, v, state, fragments)
     grads, _ = decay.gradients_of_chunks(inputs, grad, state, 1.0, fragments)
     decay.input_gradients(inputs, v, grad, states, grads, 1.0, fragments)
