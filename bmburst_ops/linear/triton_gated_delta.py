@@ -244,12 +244,12 @@ def _chunk_kernel(
     if norms is not None:
         norm, key = _divided(key, inside, epsilon)
         if head % (heads // key_heads) == 0:
-            norms += (number * key_heads + key_head) * (2 * chunk) + rows
-            tl.store(norms + chunk, norm)
+            at_norm = norms + (number * key_heads + key_head) * (2 * chunk) + rows
+            tl.store(at_norm + chunk, norm)
             tl.store(divided_keys + first_key + in_keys, key, mask=is_key)
             query = tl.load(queries + first_key + in_keys, mask=is_key, other=0.0)
             norm, query = _divided(query, inside, epsilon)
-            tl.store(norms, norm)
+            tl.store(at_norm, norm)
             tl.store(divided_queries + first_key + in_keys, query, mask=is_key)
     numbers += (number * heads + head) * (2 * chunk) + rows
     tl.store(numbers, each)
