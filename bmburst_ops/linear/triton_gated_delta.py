@@ -80,7 +80,7 @@ def make_chunks(
     _chunk_kernel[count, heads](
         *(queries, keys, decays, beta, *divided, norms, numbers, inverse, fragments.edges, fragments.chunks, EPSILON),
         **{"heads": heads, "key_heads": key_heads, "key_dim": key_dim, "chunk": CHUNK},
-        **{"block_key": max(16, triton.next_power_of_2(key_dim)), "num_warps": 4},
+        **{"block_key": max(16, triton.next_power_of_2(key_dim)), "num_warps": 4, "maxnreg": 168},
     )
     return Chunks(*divided, None, numbers, inverse), norms
 
@@ -228,7 +228,7 @@ def _chunk_kernel(
     queries, keys, decays, beta, divided_queries, divided_keys, norms, numbers, inverse, edges, places, epsilon,
     heads: tl.constexpr, key_heads: tl.constexpr, key_dim: tl.constexpr, chunk: tl.constexpr, block_key: tl.constexpr,
 ):  # fmt: skip
-    number, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    number, head = tl.program_id(0), tl.program_id(1)
     fragment, place = tl.load(places + number * 2), tl.load(places + number * 2 + 1)
     row, end = tl.load(edges + fragment) + place * chunk, tl.load(edges + fragment + 1)
     key_head = head // (heads // key_heads)
@@ -244,18 +244,19 @@ def _chunk_kernel(
     if norms is not None:
         norm, key = _divided(key, inside, epsilon)
         if head % (heads // key_heads) == 0:
-            at_norm = norms + (number * key_heads + key_head) * (2 * chunk) + rows
+            at_norm = norms + (number.to(tl.int64) * key_heads + key_head) * (2 * chunk) + rows
             tl.store(at_norm + chunk, norm)
             tl.store(divided_keys + first_key + in_keys, key, mask=is_key)
             query = tl.load(queries + first_key + in_keys, mask=is_key, other=0.0)
             norm, query = _divided(query, inside, epsilon)
             tl.store(at_norm, norm)
             tl.store(divided_queries + first_key + in_keys, query, mask=is_key)
-    numbers += (number * heads + head) * (2 * chunk) + rows
+    numbers += (number.to(tl.int64) * heads + head) * (2 * chunk) + rows
     tl.store(numbers, each)
     tl.store(numbers + chunk, rate)
     products = tl.dot(key, tl.trans(key)) * rate[:, None]
-    products = tl.where(rows[:, None] > rows[None, :], products * tl.exp2(each[:, None] - each[None, :]), 0.0)
+    is_below = (rows[:, None] > rows[None, :]) & inside[:, None]
+    products = tl.where(is_below, products * tl.exp2(each[:, None] - each[None, :]), 0.0)
     # [[B, 0], [C, D]]^-1 = [[B^-1, 0], [-D^-1 C B^-1, D^-1]], for blocks of 1, 2, ... 32 rows
     one = rows[:, None] == rows[None, :]
     found = tl.where(one, 1.0, 0.0) - tl.where(rows[:, None] // 2 == rows[None, :] // 2, products, 0.0)

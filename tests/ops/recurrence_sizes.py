@@ -24,7 +24,7 @@ class Compiled:
     def __getitem__(self, _):
         return self.launch
 
-    def launch(self, *args, num_warps=4, num_stages=3, **constants):
+    def launch(self, *args, num_warps=4, num_stages=3, maxnreg=None, **constants):
         names = self.kernel.arg_names
         given = dict(zip(names, args, strict=False))
         constants |= {name: None for name, each in given.items() if each is None}
@@ -35,7 +35,7 @@ class Compiled:
             constexprs={(names.index(name),): each for name, each in constants.items()},
             attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types.get(n, "").startswith("*")},
         )
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
         made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
         if made.metadata.shared > SHARED[self.capability]:
             raise SystemExit(f"{self.kernel.__name__} on {self.capability}: {made.metadata.shared} bytes")
