@@ -42,8 +42,8 @@ class Chunks(NamedTuple):
     Attributes:
         queries: Q, `[1, tokens, key_heads, key_dim]`.
         keys: K, shaped alike.
-        norms: Reciprocals of the norms by which queries and keys are to be divided, as logarithms to base 2:
-            `[chunks, key_heads, 2, 64]`, fp32, zero behind the last token; None: they are not to be divided.
+        norms: Reciprocals of the norms by which queries and keys are to be divided, `[chunks, key_heads, 2, 64]`, fp32;
+            None: they are not to be divided.
         numbers: Sums of the decays from the beginning of a chunk in units of log 2, and beta: `[chunks, heads, 2, 64]`,
             fp32. Behind the last token they are the last sum, and zero.
         inverse: A, `[1, tokens, heads, 64]`, typed as keys.
@@ -242,13 +242,13 @@ def _chunk_kernel(
     rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
     key = tl.load(keys + first_key + in_keys, mask=is_key, other=0.0)
     if norms is not None:
-        norm, key = _divided(key, inside, epsilon)
+        norm, key = _divided(key, epsilon)
         if head % (heads // key_heads) == 0:
             at_norm = norms + (number.to(tl.int64) * key_heads + key_head) * (2 * chunk) + rows
             tl.store(at_norm + chunk, norm)
             tl.store(divided_keys + first_key + in_keys, key, mask=is_key)
             query = tl.load(queries + first_key + in_keys, mask=is_key, other=0.0)
-            norm, query = _divided(query, inside, epsilon)
+            norm, query = _divided(query, epsilon)
             tl.store(at_norm, norm)
             tl.store(divided_queries + first_key + in_keys, query, mask=is_key)
     numbers += (number.to(tl.int64) * heads + head) * (2 * chunk) + rows
@@ -269,10 +269,10 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _divided(tile, inside, epsilon):
+def _divided(tile, epsilon):
     wide = tile.to(tl.float32)
-    squares = tl.sum(wide * wide, 1) + epsilon
-    return tl.where(inside, -0.5 * tl.log2(squares), 0.0), (wide * tl.rsqrt(squares)[:, None]).to(tile.dtype)
+    norm = tl.rsqrt(tl.sum(wide * wide, 1) + epsilon)
+    return norm, (wide * norm[:, None]).to(tile.dtype)
 
 
 @triton.jit
@@ -281,7 +281,7 @@ def _exponents(each, norms, chunk: tl.constexpr):
     if norms is None:
         asking, reading, writing = each, each, each
     else:
-        of_query, of_key = tl.load(norms), tl.load(norms + chunk)
+        of_query, of_key = tl.log2(tl.load(norms)), tl.log2(tl.load(norms + chunk))
         asking, reading, writing = each + of_query, each + of_key, each - of_key
     return asking, reading, writing
 
@@ -500,8 +500,10 @@ def _gradient_kernel(
     tl.store(dbeta + first + rows * heads, of_rate.to(dbeta.dtype.element_ty), mask=inside)
     of_key += rate[:, None] * of_read
     if norms is not None:
-        of_query -= (by_query * tl.exp2(2 * tl.load(norms)))[:, None] * query.to(tl.float32)
-        of_key -= ((by_key + rate * by_read) * tl.exp2(2 * tl.load(norms + chunk)))[:, None] * key.to(tl.float32)
+        norm = tl.load(norms)
+        of_query -= (by_query * norm * norm)[:, None] * query.to(tl.float32)
+        norm = tl.load(norms + chunk)
+        of_key -= ((by_key + rate * by_read) * norm * norm)[:, None] * key.to(tl.float32)
     at_key = first * key_dim + rows[:, None] * (heads * key_dim) + channels[None, :]
     tl.store(dq + at_key, of_query.to(low), mask=is_key)
     tl.store(dk + at_key, of_key.to(low), mask=is_key)
