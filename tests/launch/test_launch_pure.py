@@ -149,6 +149,18 @@ def test_a_containers_quota_counts(text, cores, tmp_path):
         assert launch.usable_cores(tmp_path / quota, 64) == wanted
 
 
+def test_many_ranks_on_few_cores_are_announced_before_their_imports(tmp_path, monkeypatch, capfd):
+    (tmp_path / "script.py").write_text("import sys; sys.stderr.write('here\\n')")
+    for cores in (1, 2):
+        monkeypatch.setattr(launch, "usable_cores", lambda cores=cores: cores)
+        assert launch.launch(LaunchSpec(nproc=5, host_runtime=False), [str(tmp_path / "script.py")]) == 0
+        first, *others = capfd.readouterr().err.splitlines()
+        assert len(others) == (5 if cores == 1 else 4)
+        if cores == 1:
+            says(first, "bmburst: | 5 ranks on a core | imports")
+    says(launch.start_note(64, 2), "64 ranks on 2 cores")
+
+
 def test_only_processes_that_still_are_the_ranks_count(tmp_path):
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
