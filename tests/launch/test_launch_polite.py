@@ -84,7 +84,7 @@ def test_a_lost_rank_ends_those_that_wait_for_it(start, how):
     assert status == 1
     if how == "raise":
         assert err.startswith("bmburst: rank 1 failed\n") and err.endswith("KeyError: 'lost'\n"), err
-    elif how == "kill":
+    else:
         assert err.startswith("bmburst: rank 1 was killed by SIGKILL") and len(err.splitlines()) == 1, err
     assert_gone(pids)
 

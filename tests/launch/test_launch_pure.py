@@ -176,8 +176,8 @@ STOOD = 'Current thread 0x1 (most recent call first):\n  File "/a/wait.py", line
 CRASHED = 'Fatal Python error: Aborted\n\nThread 0x2 (most recent call first):\n  File "/a/b.py", line 9 in f\n'
 
 
-def end(rank, status):
-    return RankEnd(rank=rank, status=status)
+def end(rank, status, *, told=False):
+    return RankEnd(rank=rank, status=status, told=told)
 
 
 def leave_error(folder, **content):
@@ -196,7 +196,7 @@ def test_all_well(tmp_path):
 def test_ranks_that_torchrun_ended_beside_a_failed_one_are_not_mentioned(tmp_path):
     leave_error(tmp_path)
     (tmp_path / "stood.3").write_text(STOOD)  # ignored SIGTERM until SIGKILL
-    outcome = Outcome(failed=[end(0, -signal.SIGTERM), end(1, 1), end(2, 1), end(3, -signal.SIGKILL)])
+    outcome = Outcome(failed=[end(0, -signal.SIGTERM), end(1, 1), end(2, 1), end(3, -signal.SIGKILL, told=True)])
     result = launch_result(SPEC, outcome, tmp_path)
     assert (result.status, result.message) == (1, "bmburst: rank 1 failed\nTraceback: it")
 
