@@ -45,6 +45,16 @@ def test_ranks_that_end_in_order_are_waited_for(start, tmp_path, signum):
     assert all((tmp_path / f"saved{rank}").read_text() == f"[{int(signum)}]" for rank in range(2))
 
 
+def test_signals_at_once_are_one(start, tmp_path):
+    """`timeout` sends SIGTERM to its child, and once more to its group."""
+    process = start(POLITE.format(body=SAVING.strip()), first=PATIENT_FOR.format(seconds=PATIENCE))
+    lines_of(process, 2)
+    for signum in (signal.SIGTERM, signal.SIGUSR1):  # two of one number may be delivered as one
+        process.send_signal(signum)
+    assert ended(process) == (0, "", "")
+    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+
+
 def test_an_error_in_the_end_is_shown(start):
     process = start(POLITE.format(body=SAVING.strip()), args=("fail",), first=PATIENT_FOR.format(seconds=PATIENCE))
     lines_of(process, 2)
