@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import bytes_text, finite
 from bmburst.cli import training
-from bmburst.config import build_config, read_json, read_layer, to_dict
+from bmburst.config import build_config, hide_rare, read_json, read_layer, to_dict
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request, run_command, run_on_ranks
 from bmburst.launch.spec import LaunchSpec
@@ -39,6 +39,8 @@ _EPILOG = (
     "its weights. Rounding errors grow with the steps, so a few steps tell the most."
 )
 _SHOWN = 20
+_RARE = frozenset({"epochs", "output", "checkpoint_every", "eval_every", "resume"})
+"""Common settings of a run without effect here, or whose effect here is the epilog's."""
 # Exit statuses: 2 is bad input, already explained; 128 and above means that a signal ended the run.
 _BAD_INPUT, _SIGNALS = 2, 128
 
@@ -64,6 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "       bmburst check --help all"
     )
     parser.epilog = _EPILOG
+    hide_rare(parser, _RARE)
     add = parser.add_argument
     add("--check-steps", type=int, default=2, metavar="N", help="number of steps, at least 1 [steps; default 2]")
     add("--all", action="store_true", help=f"print every tensor, not only the {_SHOWN} with the largest difference")

@@ -111,8 +111,9 @@ def run_data(args: argparse.Namespace) -> int:
     finally:
         for line in skipped:
             print(f"left out: {line}", file=sys.stderr)
+    documents = f"{file.document_count:,} document{'s' * (file.document_count != 1)}"
     print(
-        f"{file.path}: {file.document_count:,} documents, {file.token_count:,} tokens of '{file.tokenizer_name}' "
+        f"{file.path}: {documents}, {file.token_count:,} tokens of '{file.tokenizer_name}' "
         f"({file.tokens.dtype.name}), {file.text_bytes:,} bytes of {'text' if file.loss_mask is None else 'answers'}"
     )
     if encoder is not None:

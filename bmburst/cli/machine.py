@@ -98,7 +98,7 @@ def run_doctor(args: argparse.Namespace, checks: "Sequence[Check] | None" = None
         values = report.report(checks, findings, args.run)
         with explained_write("--report", args.report):
             write_json(args.report, values)
-        print(f"{args.report}: no paths, names or data; read it before you send it")
+        print(f"wrote {args.report}, without paths, names and data; read it before you send it")
         return 0
     print(to_json(checks, findings) if args.json else to_text(checks, findings))
     return 0 if can_train(checks, findings) else 1

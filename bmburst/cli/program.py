@@ -69,9 +69,10 @@ TOGETHER: Mapping[str, str] = MappingProxyType(
     }
 )
 """Modules of the commands that share one."""
-# argparse's messages for a value of the wrong type, and for one that is none of the allowed.
+# argparse's messages for a value of the wrong type, for one that is none of the allowed, and for none.
 _WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float|tokens|gibibytes) value: '(.*)'", re.DOTALL)
 _WRONG_CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
+_MISSING = re.compile(r"the following arguments are required: (.*)")
 _KINDS = MappingProxyType(
     {
         "int": "a whole number",
@@ -135,6 +136,9 @@ class CommandParser(argparse.ArgumentParser):
             option, value, listed = found.groups()
             kind = f"value of {option}" if option.startswith("-") else "name"
             raise unknown(kind, value, (name.strip("'") for name in listed.split(", ")), f"{self.prog} --help")
+        if found := _MISSING.fullmatch(message):
+            be, them = ("are", "them") if "," in found[1] else ("is", "it")
+            raise UserError(f"{found[1]} {be} missing\nfix: add {them}; {self.prog} --help says what to give")
         raise UserError(f"{message}\nfix: {self.prog} --help all lists every option")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -157,10 +161,20 @@ class CommandParser(argparse.ArgumentParser):
             given = (word.partition("=")[0] for word in own if word.startswith("--"))
             if unknown := next((word for word in given if word not in self._option_string_actions), None):
                 raise self._unexpected(unknown, own) from None
+            if free := self._free_words(words):  # or in the place of what is required
+                raise self._unexpected(free[0], own) from None
             raise
         if rest:
             raise self._unexpected(rest[0], own)
         return args
+
+    def _free_words(self, words: Sequence[str]) -> list[str]:
+        """Return the words that no option takes, also where required ones are missing. Only for a message."""
+        for action in self._actions:
+            action.required = False
+        with contextlib.suppress(UserError):
+            return self.parse_known_args(words)[1]
+        return []
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Return the value of an option, also that of `--prompt=--`: argparse before Python 3.13 takes it for none."""
@@ -179,8 +193,7 @@ class CommandParser(argparse.ArgumentParser):
                 known.setdefault(option[2:].replace("-", "_"), option)
         help_all = f"fix: {self.prog} --help all lists every option"
         if not word.startswith("-") or word == "--":  # such as of `vllm serve MODEL`, `axolotl train FILE`, Hydra
-            place = "config" if word.endswith((".yaml", ".yml", ".json")) else "checkpoint"
-            meant = known.get((nearest_name(word, known) or "") if is_assigned else place)
+            meant = known.get((nearest_name(word, known) or "") if is_assigned else _place_of(word, known))
             is_free = meant is not None and meant not in given
             fix = f"fix: {meant} {value if is_assigned else word}" if is_free else help_all
             return UserError(f"unexpected argument '{argument}'\n{fix}")
@@ -192,6 +205,17 @@ class CommandParser(argparse.ArgumentParser):
         near = nearest_name(name, known)
         hint = f"; did you mean '{known[near]}'?" if near else ""
         return UserError(f"unknown option '{word}'{hint}\n{help_all}")
+
+
+def _place_of(word: str, known: Collection[str]) -> str:
+    """Return the name of the option that a word without one is meant for: a file, a model or the name of a shape."""
+    if word.endswith((".yaml", ".yml", ".json")) and "config" in known:
+        return "config"
+    if of_command := next((name for name in ("checkpoint", "input") if name in known), None):
+        return of_command
+    if os.path.isfile(word):
+        return "data"
+    return "init_from" if "/" in word or os.path.isdir(word) else "preset"
 
 
 class _Help(argparse.Action):

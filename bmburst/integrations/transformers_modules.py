@@ -4,8 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules import module as of_all
 from transformers import PreTrainedModel
+
+_OF_ALL = (
+    of_all._global_forward_pre_hooks,
+    of_all._global_forward_hooks,
+    of_all._global_backward_pre_hooks,
+    of_all._global_backward_hooks,
+)
+"""Hooks that torch calls for all modules."""
+_OF_ONE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Modules:
@@ -60,10 +69,16 @@ class Modules:
         return [module for module, own in self._own.items() if name in own]
 
     def hooks(self) -> list[Callable[..., Any]]:
-        """Return what is called before and after the modules, also what torch calls for all modules."""
-        hooked = [own for own in self._own.values() if own["_forward_hooks"] or own["_forward_pre_hooks"]]
-        of_all = (_global_forward_hooks, _global_forward_pre_hooks)
-        held = (*of_all, *(own[name] for own in hooked for name in ("_forward_hooks", "_forward_pre_hooks")))
+        """Return what is called before and after the modules, forward and backward, also what torch calls for all."""
+        hooked = [
+            own
+            for own in self._own.values()
+            if own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+        ]
+        held = (*_OF_ALL, *(own[name] for own in hooked for name in _OF_ONE))
         return [hook for hooks in held for hook in hooks.values()]
 
     def weights(self) -> list[Any]:

@@ -89,11 +89,13 @@ class RankEnd:
     Attributes:
         rank: Its number.
         status: Its exit status; -N when signal N ended it.
+        told: Whether the launcher had told it to end, because another rank had failed.
         enforced: Whether the launcher ended it by SIGKILL.
     """
 
     rank: int
     status: int
+    told: bool = False
     enforced: bool = False
 
 
@@ -176,6 +178,7 @@ class AgentThread(threading.Thread):
             self._ranks.append(start_rank(self._command, own))
 
     def _wait(self) -> None:
+        told: list[int] = []
         enforced: list[int] = []
         deadline = float("inf")
         watch = _StoppedRanks(self._spec.hang_timeout)
@@ -186,7 +189,8 @@ class AgentThread(threading.Thread):
                 self.outcome.stood_still = not has_failed
                 self.outcome.stopped = [rank for rank in living if is_stopped(self._ranks[rank].pid)]
                 deadline = time.monotonic() + GRACE
-                for rank in living:
+                told = living
+                for rank in told:
                     self._ranks[rank].terminate()
             elif time.monotonic() > deadline:
                 for rank in set(living) - set(enforced):
@@ -198,6 +202,7 @@ class AgentThread(threading.Thread):
             RankEnd(
                 rank=rank,
                 status=process.returncode,
+                told=rank in told,
                 enforced=rank in enforced and process.returncode == -signal.SIGKILL,
             )
             for rank, process in enumerate(self._ranks)

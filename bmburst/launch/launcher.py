@@ -90,8 +90,21 @@ def defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: bool) 
     return {name: value for name, value in found.items() if name not in own}
 
 
+def start_note(nproc: int, cores: int) -> str:
+    """Return a line about ranks whose imports take long because they share cores; empty if they share few.
+
+    Measured: 2 seconds of a core a rank, so 64 ranks on 2 cores print nothing for more than a minute.
+    """
+    if nproc <= _FEW * cores:
+        return ""
+    shared = "a core" if cores == 1 else f"{cores} cores"
+    return f"bmburst: starting {nproc} ranks on {shared}; the imports of each take a core about 2 s"
+
+
+_FEW = 4  # ranks a core that are ready within 10 seconds
 _IN_ORDER = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM sends before it kills a job, by default or by --signal
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, *_IN_ORDER)
+_TWIN = 0.1  # seconds for a signal that comes twice: `timeout` sends SIGTERM to its child, and once more to its group
 _AFTER_KILL = 5.0  # seconds for the agent to see that killed ranks are gone
 _STORE_TIMEOUT = timedelta(seconds=900)
 
@@ -145,6 +158,9 @@ def launch(spec: LaunchSpec, command: Sequence[str], request: str = "") -> int:
         UserError: See `check_launch`. No rank has been started.
     """
     environment = check_launch(spec, command)
+    if note := start_note(spec.nproc, usable_cores()):
+        sys.stderr.write(f"{note}\n")
+        sys.stderr.flush()
     listener = listen(LOOPBACK, 0)
     folder = Path(tempfile.mkdtemp(prefix="bmburst-launch-"))
     (folder / REQUEST).write_text(request, encoding="utf-8")
@@ -186,16 +202,18 @@ def _wait(agent: AgentThread, caught: list[signal.Signals], folder: Path) -> Lau
         agent.join(0.05)
     if not caught:
         return None
+    agent.join(_TWIN)
+    known = len(caught)
     patient = caught[0] in _IN_ORDER and all_handle_signals(folder)
     stop = GracefulStop(folder, caught[0], patient)
     gone = float("inf")
     while agent.is_alive() and time.monotonic() < gone:
-        forced = len(caught) > 1 or stop.overdue
+        forced = len(caught) > known or stop.overdue
         stop.press(now=forced)
         if forced:
             gone = min(gone, time.monotonic() + _AFTER_KILL)
         agent.join(0.05)
-    if patient and len(caught) == 1:
+    if patient and len(caught) == known:
         return None  # the ranks handled the signal, or one failed; `launch_result` reads the reason from the folder
     return LaunchResult(status=128 + caught[0], message=f"bmburst: ended by {caught[0].name}")
 

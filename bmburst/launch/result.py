@@ -119,10 +119,13 @@ def _was_killed(end: RankEnd, folder: Path) -> bool:
     """Return whether a signal that the launcher did not send ended the rank.
 
     The launcher ends the other ranks of a failed one by SIGTERM, and by SIGKILL if they ignore it. In both cases they
-    wrote their stacks into the run's folder, unless they were stopped.
+    wrote their stacks into the run's folder, unless they were stopped. A rank that handles SIGTERM may have written its
+    stack before, and then been killed while it saved its state.
     """
     if end.status >= 0 or end.status == -signal.SIGTERM or end.enforced:
         return False
+    if not end.told:
+        return True
     stood = _read(folder / f"stood.{end.rank}")
     return not stood or _crashed(stood)
 

@@ -24,7 +24,7 @@ _FLAGS = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
 
 def arm(seconds: float, folder: Path, local_rank: int, start: float | None = None) -> None:
-    """Start the timer of this process, and write its stacks if it crashes or is terminated.
+    """Start the timer of this process, and write its stacks if it crashes, or that of one thread if it is terminated.
 
     Args:
         seconds: Longest time between two calls of `beat`; 0: no limit, also for the start.
@@ -36,12 +36,20 @@ def arm(seconds: float, folder: Path, local_rank: int, start: float | None = Non
     stood = os.open(folder / f"stood.{local_rank}", _FLAGS, 0o600)
     os.environ[_STOOD] = f"{os.getpid()} {folder / f'stood.{local_rank}'}"
     faulthandler.enable(file=stood)
-    faulthandler.register(signal.SIGTERM, file=stood, chain=True)
+    _write_stack_on_sigterm(stood)
     if seconds > 0:
         hang = os.open(folder / f"hang.{local_rank}", _FLAGS, 0o600)
         steps = os.open(folder / f"steps.{local_rank}", _FLAGS, 0o600)
         os.environ[_VARIABLE] = f"{os.getpid()} {hang} {seconds} {steps}"
         faulthandler.dump_traceback_later(seconds if start is None else start, exit=True, file=hang)
+
+
+def _write_stack_on_sigterm(file: int) -> None:
+    """Write the stack of the thread that gets SIGTERM, which is the main thread, and then do what SIGTERM does.
+
+    The other threads run on meanwhile: reading their stacks may crash the process, which is to save its state.
+    """
+    faulthandler.register(signal.SIGTERM, file=file, all_threads=False, chain=True)
 
 
 def beat() -> None:
@@ -81,7 +89,7 @@ def handle_signals(
         faulthandler.unregister(signal.SIGTERM)
         before = {signum: signal.signal(signum, handler) for signum in signums}
         if stood is not None:
-            faulthandler.register(signal.SIGTERM, file=stood, chain=True)
+            _write_stack_on_sigterm(stood)
     if sign is not None:
         sign.touch()
     try:
@@ -93,7 +101,7 @@ def handle_signals(
         for signum, earlier in before.items():
             signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
         if stood is not None:
-            faulthandler.register(signal.SIGTERM, file=stood, chain=True)
+            _write_stack_on_sigterm(stood)
 
 
 @contextlib.contextmanager

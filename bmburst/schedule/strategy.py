@@ -79,14 +79,17 @@ def possible_strategies(spec: StrategySpec, shapes: HeadShapes, mask: Mask, plac
         if within.refusal() is not None or not spec.allows(degree, size):
             continue
         least = choose_ring_tensors(within)
-        possible: dict[Outer, bool] = {
-            "ring": True,
-            "gather": degree < size and gather_refusal(within.outer, mask) is None,
-            "double-ring": _can_double(spec, size, degree, placement),
-        }
         for outer in spec.outer:
-            if possible[outer]:
+            if _can(outer, spec, within, mask, placement):
                 yield Strategy(degree, outer, spec.ring_tensors or least)
+
+
+def _can(outer: Outer, spec: StrategySpec, shapes: HeadShapes, mask: Mask, placement: Placement) -> bool:
+    """Return whether groups of `shapes.degree` ranks can share keys and values so. `StripedGroups` has one degree."""
+    size, degree = shapes.layout.size, shapes.degree
+    if outer == "gather":
+        return degree < size and gather_refusal(shapes.outer, mask) is None
+    return outer == "ring" or _can_double(spec, size, degree, placement)
 
 
 def _can_double(spec: StrategySpec, size: int, degree: int, placement: Placement) -> bool:

@@ -202,7 +202,7 @@ def test_refused_before_any_work(here, capsys, monkeypatch, argv, words):
 def test_a_token_file_may_be_made_again(here, capsys):
     for _ in range(2):
         assert main(["data", "--input", "file", "--output", "out.tokens"]) == 0
-    assert "1 documents, 5 tokens" in capsys.readouterr().out
+    assert "1 document, 5 tokens" in capsys.readouterr().out
 
 
 def test_cells_are_found_by_the_name_that_a_list_shows(here, capsys):

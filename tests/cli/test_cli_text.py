@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from bmburst.cli import main
 from bmburst.data import Text, documents, open_corpus, tokenize
 from bmburst.data import tokenizer as tokenizers_of_data
+from bmburst.data.corpus import has_tokens
 from bmburst.data.packing import PackedSequences
 from bmburst.data.sources import find_sources
 from bmburst.data.tokenizer import ByteTokenizer
@@ -81,6 +82,15 @@ def test_no_text_at_all_and_what_was_left_out(tmp_path, capsys):
     (tmp_path / "folder" / "b.txt").write_text("b" * 200)
     check_text(config(tmp_path / "folder"))
     assert capsys.readouterr().err == "", "the ranks say what they leave out"
+
+
+def test_records_are_tokenized_once_into_the_cache_of_the_ranks(tmp_path):
+    path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+    path.write_text("".join(json.dumps({"prompt": f"{i} upon ", "completion": "a time"}) + "\n" for i in range(99)))
+    given = config(path)
+    text = check_text(given, cache)
+    assert has_tokens(cache, text)
+    check_text(given)  # without a cache
 
 
 def test_a_long_array_is_checked_once_and_not_where_its_tokens_are_cached(tmp_path, monkeypatch):

@@ -70,12 +70,29 @@ def test_names_of_files_too():
         (["serve", "tiny", "--port", "0"], "fix: --checkpoint tiny"),
         (["generate", "--checkpoint", "tiny", "hello"], "fix: bmburst generate --help all"),
         (["train", "a=b"], "fix: bmburst train --help all"),
+        (["data", "--output", "x", "a.json"], "fix: --input a.json"),  # and --input is missing
+        (["plan", "llama-3-8b"], "fix: --preset llama-3-8b"),
+        (["check", "Qwen/Qwen3-8B"], "fix: --init-from Qwen/Qwen3-8B"),
+        (["train", __file__], f"fix: --data {__file__}"),
     ],
     ids=str,
 )
 def test_an_argument_without_its_option_is_given_one(capsys, argv, fix):
     assert main(argv) == 2
     says(capsys.readouterr().err, "unexpected argument", fix, lines=2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["data"], "--input is missing | fix: add it; bmburst data --help"),
+        (["convert", "a"], "OUTPUT, --to are missing"),
+    ],
+    ids=str,
+)
+def test_what_is_missing_is_named(capsys, argv, words):
+    assert main(argv) == 2
+    says(capsys.readouterr().err, words, lines=2)
 
 
 def test_a_model_in_the_place_of_its_sizes(capsys, tmp_path):

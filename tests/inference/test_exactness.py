@@ -44,6 +44,12 @@ def test_greedy_tokens_of_an_uneven_batch_are_transformers_own(family: str, rank
         assert found == expected
 
 
+def test_ranks_that_could_exchange_more_heads_exchange_those_of_the_cache() -> None:
+    """8 ranks keep 2 groups of heads; 4 of them could exchange the 4 query heads."""
+    for found in run_ranks(8, answers, "llama", "auto", WHOLE, [prompt(13)]):
+        assert found == [greedy("llama", prompt(13), STEPS)]
+
+
 SHORT = (STEP + 2, 5, 2 * STEP + 1, STEP, 1)  # shorter ones after longer ones, whose tokens must not be seen
 
 

@@ -178,6 +178,12 @@ def test_a_length_that_does_not_fit_is_a_refused_cell_and_the_others_are_measure
     assert is_picture(Path("passkey.png"))
 
 
+@pytest.mark.parametrize("depths", [(), (0.5, 1.5), (-0.5,)])
+def test_depths_are_fractions_of_the_text(depths: tuple[float, ...]) -> None:
+    with raises("depths", "numbers from 0 to 1", "fix: "):
+        PasskeyTest(lengths=(256,), depths=depths)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -123,6 +123,8 @@ def test_generates_what_the_whole_cache_does(family: str, size: int) -> None:
         cache.crop(-options["max_new_tokens"])  # below 0: the last tokens, as in transformers
         assert cache.get_seq_length() == turn.shape[1] - 1
         assert generate(model, turn, mesh=mesh, past_key_values=cache, **options).tolist() == second.tolist()
+        cache.crop(0)
+        assert cache.get_seq_length() == 0
 
     run_ranks(size, body)
 

@@ -54,6 +54,13 @@ class Mixes:
     def mix(self, _: nn.Module, args: tuple[Tensor]) -> Tensor:
         return args[0].cumsum(1)
 
+    def mix_gradients(self, _: nn.Module, grads: tuple[Tensor]) -> tuple[Tensor]:
+        return (grads[0].cumsum(1),)
+
+
+def _centered(_: nn.Module, grads: tuple[Tensor], __: object) -> tuple[Tensor]:
+    return (grads[0] - grads[0].mean(1, keepdim=True),)
+
 
 def test_code_of_others_is_named_once(recwarn: pytest.WarningsRecorder) -> None:
     """It may mix the tokens of a rank, as this one does."""
@@ -68,6 +75,8 @@ def test_code_of_others_is_named_once(recwarn: pytest.WarningsRecorder) -> None:
         lambda: setattr(other, "forward", lambda x: x.cumsum(1)),
         lambda: other.register_forward_hook(partial(_mean, dim=1)),
         lambda: model.model.norm.register_forward_pre_hook(Mixes().mix),
+        lambda: model.lm_head.register_full_backward_hook(_centered),
+        lambda: model.lm_head.register_full_backward_pre_hook(Mixes().mix_gradients),
     )
     for change in changes:
         change()
@@ -81,6 +90,11 @@ def test_code_of_others_is_named_once(recwarn: pytest.WarningsRecorder) -> None:
     says(told[1], "modeling_llama.LlamaMLP, test_transformers_others.Shifted")
     says(told[2], "Shifted and hook test_transformers_others._mean")
     says(told[3], "hook test_transformers_others.Mixes.mix, test_transformers_others._mean")
+    says(told[4], "Mixes.mix, test_transformers_others._centered, test_transformers_others._mean is")
+    says(
+        told[5],
+        "Mixes.mix, test_transformers_others.Mixes.mix_gradients, test_transformers_others._centered and 1 more",
+    )
 
 
 def test_a_hook_of_all_modules_and_a_wrapper_are_named(recwarn: pytest.WarningsRecorder) -> None:
@@ -94,7 +108,11 @@ def test_a_hook_of_all_modules_and_a_wrapper_are_named(recwarn: pytest.WarningsR
     handle.remove()
     del model.model.norm.forward
     part.logits(model)
-    first, second = [str(each.message) for each in recwarn if "not code of transformers" in str(each.message)]
+    handle = nn.modules.module.register_module_full_backward_hook(_centered)
+    part.logits(model)
+    handle.remove()
+    first, second, third = [str(each.message) for each in recwarn if "not code of transformers" in str(each.message)]
+    says(third, "hook test_transformers_others._centered is")
     says(first, "forward of modeling_llama.LlamaRMSNorm is not")
     says(second, "modeling_llama.LlamaRMSNorm and hook test_transformers_others._mean_of_norms")
 

@@ -279,6 +279,10 @@ def test_a_function_with_another_signature(monkeypatch: pytest.MonkeyPatch, part
     monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", another)
     with refused("causal_conv1d_fn takes hidden_states, weight, gate | not the one that was read"):
         part.logits(model)
+    monkeypatch.undo()
+    monkeypatch.setattr(modeling_qwen3_next.Qwen3NextGatedDeltaNet, "forward", another)
+    with refused("Qwen3NextGatedDeltaNet.forward takes hidden_states, weight, gate | not the one that was read"):
+        part.logits(model)
 
 
 def test_a_mixer_that_mixes_elsewhere(part: Any, model: Any) -> None:

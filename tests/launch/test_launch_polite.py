@@ -45,6 +45,16 @@ def test_ranks_that_end_in_order_are_waited_for(start, tmp_path, signum):
     assert all((tmp_path / f"saved{rank}").read_text() == f"[{int(signum)}]" for rank in range(2))
 
 
+def test_signals_at_once_are_one(start, tmp_path):
+    """`timeout` sends SIGTERM to its child, and once more to its group."""
+    process = start(POLITE.format(body=SAVING.strip()), first=PATIENT_FOR.format(seconds=PATIENCE))
+    lines_of(process, 2)
+    for signum in (signal.SIGTERM, signal.SIGUSR1):  # two of one number may be delivered as one
+        process.send_signal(signum)
+    assert ended(process) == (0, "", "")
+    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+
+
 def test_an_error_in_the_end_is_shown(start):
     process = start(POLITE.format(body=SAVING.strip()), args=("fail",), first=PATIENT_FOR.format(seconds=PATIENCE))
     lines_of(process, 2)
@@ -84,7 +94,7 @@ def test_a_lost_rank_ends_those_that_wait_for_it(start, how):
     assert status == 1
     if how == "raise":
         assert err.startswith("bmburst: rank 1 failed\n") and err.endswith("KeyError: 'lost'\n"), err
-    elif how == "kill":
+    else:
         assert err.startswith("bmburst: rank 1 was killed by SIGKILL") and len(err.splitlines()) == 1, err
     assert_gone(pids)
 

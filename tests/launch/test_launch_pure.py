@@ -149,6 +149,18 @@ def test_a_containers_quota_counts(text, cores, tmp_path):
         assert launch.usable_cores(tmp_path / quota, 64) == wanted
 
 
+def test_many_ranks_on_few_cores_are_announced_before_their_imports(tmp_path, monkeypatch, capfd):
+    (tmp_path / "script.py").write_text("import sys; sys.stderr.write('here\\n')")
+    for cores in (1, 2):
+        monkeypatch.setattr(launch, "usable_cores", lambda cores=cores: cores)
+        assert launch.launch(LaunchSpec(nproc=5, host_runtime=False), [str(tmp_path / "script.py")]) == 0
+        first, *others = capfd.readouterr().err.splitlines()
+        assert len(others) == (5 if cores == 1 else 4)
+        if cores == 1:
+            says(first, "bmburst: | 5 ranks on a core | imports")
+    says(launch.start_note(64, 2), "64 ranks on 2 cores")
+
+
 def test_only_processes_that_still_are_the_ranks_count(tmp_path):
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -164,8 +176,8 @@ STOOD = 'Current thread 0x1 (most recent call first):\n  File "/a/wait.py", line
 CRASHED = 'Fatal Python error: Aborted\n\nThread 0x2 (most recent call first):\n  File "/a/b.py", line 9 in f\n'
 
 
-def end(rank, status):
-    return RankEnd(rank=rank, status=status)
+def end(rank, status, *, told=False):
+    return RankEnd(rank=rank, status=status, told=told)
 
 
 def leave_error(folder, **content):
@@ -184,7 +196,7 @@ def test_all_well(tmp_path):
 def test_ranks_that_torchrun_ended_beside_a_failed_one_are_not_mentioned(tmp_path):
     leave_error(tmp_path)
     (tmp_path / "stood.3").write_text(STOOD)  # ignored SIGTERM until SIGKILL
-    outcome = Outcome(failed=[end(0, -signal.SIGTERM), end(1, 1), end(2, 1), end(3, -signal.SIGKILL)])
+    outcome = Outcome(failed=[end(0, -signal.SIGTERM), end(1, 1), end(2, 1), end(3, -signal.SIGKILL, told=True)])
     result = launch_result(SPEC, outcome, tmp_path)
     assert (result.status, result.message) == (1, "bmburst: rank 1 failed\nTraceback: it")
 

@@ -79,6 +79,22 @@ def test_a_child_process_leaves_the_parents_file_alone(tmp_path):
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
+@pytest.mark.parametrize("is_polite", [True, False])
+def test_a_sigterm_leaves_other_threads_alone(tmp_path, is_polite):
+    """They run on while a stack is written: reading theirs could crash the process."""
+    text = f"""
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        watchdog.arm(60, folder, 0)
+        def elsewhere(): time.sleep(60)
+        threading.Thread(target=elsewhere, daemon=True).start()
+        with watchdog.handle_signals([signal.SIGTERM] * {is_polite}, lambda *_: None):
+            os.kill(os.getpid(), signal.SIGTERM)
+        """
+    assert run(tmp_path, text).returncode == 0
+    said = (tmp_path / "stood.0").read_text()
+    assert "script.py" in said and "elsewhere" not in said
+
+
 def test_a_sigterm_while_the_handler_changes_is_written_down(tmp_path):
     # The launcher takes a rank for one that waits for a lost one only if it is.
     text = """

@@ -117,7 +117,7 @@ def test_a_tree_without_branches_equals_plain_masks(seed):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_positions_continue_those_of_the_parent(size):
-    assert first_positions(GROUP).tolist() == [0, 4, 4, 5, 5, 0]
+    assert first_positions(GROUP).tolist() == [0, 4, 4, 5, 5, 0] and GROUP.leaves == (1, 3, 4, 5)
     expected = np.array([0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 5, 0, 1])
     for rank in range(size):
         shard = SequenceShard.cut(13, layout="zigzag", size=size, rank=rank)

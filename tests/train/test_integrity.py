@@ -23,6 +23,7 @@ from bmburst.errors import RunError
 from bmburst.outputs import require_space
 from bmburst.train.config import DataConfig, EvalConfig, TrainConfig
 from bmburst.train.text import open_text
+from tests import lazy
 from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
 from tests.refusals import refused, says
@@ -187,6 +188,23 @@ def test_files_that_differ_between_hosts_are_refused(tmp_path):
         hugging_face.load(ours.model, saved if ours.is_main else later)
     with refused("rank 1 on host", "gone"):  # rank 0 shows it, on whose host the file is
         hugging_face.load(ours.model, saved if ours.is_main else tmp_path / "gone")
+
+
+@on_program(2)
+def test_every_rank_gets_the_error_of_one_with_its_file():
+    rank = lazy.bmt.rank()
+    for given in ((errno.ENOSPC, "no room", "/disk/weights"), (errno.EIO, "the disk")):
+
+        def write(given=given):
+            if rank == 1:
+                raise OSError(*given)
+            return rank
+
+        with pytest.raises(OSError, match=given[1]) as raised:
+            on_every_rank(write)
+        found = raised.value
+        assert (found.errno, found.strerror, found.filename) == (*given, None)[:3]
+    assert on_every_rank(lambda: rank) == [0, 1]
 
 
 def program_corpus(folder, first, data):

@@ -78,10 +78,10 @@ def test_a_sequence_longer_than_the_text_is_as_long_as_the_text(tmp_path):
         assert measured.tokens == len(text) + 1
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("layout", "last"), [("zigzag", 15), ("contiguous", 2)])
 @on_program(3)
-def test_a_last_part_has_its_own_length_under_dynamic_scaling(layout, tmp_path):
-    """Of 101 tokens, sequences of 43 leave one of 15; the scaling begins at 8."""
+def test_a_last_part_has_its_own_length_under_dynamic_scaling(layout, last, tmp_path):
+    """Sequences of 43 tokens leave one of 15, or of fewer than the ranks; the scaling begins at 8."""
     from bmburst.checkpoint import hugging_face
     from bmburst.data import PackedSequences, evaluation_batches, open_corpus
     from bmburst.train import evaluate
@@ -92,7 +92,7 @@ def test_a_last_part_has_its_own_length_under_dynamic_scaling(layout, tmp_path):
     model = tiny.config(vocab_size=tiny.BYTES, max_position_embeddings=8, rope_scaling=scaling)
     saved = tiny.save(tmp_path / f"model-{os.environ['RANK']}", model)
     source = tmp_path / "text.md"
-    source.write_text("the quick brown fox " * 5)
+    source.write_text(("the quick brown fox " * 5)[: 85 + last])
     given = EvalConfig(checkpoint=saved, data=str(source), sequence_length=43, layout=layout, by_position=True)
     read, calls = hugging_face.check_weights, []
 
@@ -116,7 +116,7 @@ def test_a_last_part_has_its_own_length_under_dynamic_scaling(layout, tmp_path):
         losses = torch.nn.functional.cross_entropy(logits, labels[: counts[-1]], reduction="none")
         for position, loss in enumerate(losses.tolist()):
             sums[position.bit_length()] += loss
-    assert counts == [43, 43, 15]
+    assert counts == [43, 43, last]
     assert measured.tokens == sum(counts) and measured.loss == pytest.approx(sum(sums) / sum(counts), rel=1e-5)
     assert [each.nats for each in bins] == pytest.approx(sums, rel=1e-5)
 
