@@ -1,6 +1,6 @@
 """What tests share that compare training with a reference or with itself: cases, ranks, steps, results, and states."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,16 @@ def result(folder: Path, name: object) -> dict[str, Any]:
     """Return what was left of a case or a run."""
     loaded: dict[str, Any] = torch.load(folder / f"{name}.pt", map_location="cpu", weights_only=True)
     return loaded
+
+
+def losses_alone(model: Any, ids: Any, labels: Any, lengths: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+    """Yield place, length of the document and loss of each label of a sequence: each document alone in transformers."""
+    parts = (torch.as_tensor(each)[: sum(lengths)].split(list(lengths)) for each in (ids, labels))
+    for tokens, wanted in zip(*parts, strict=True):
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0].double()
+        losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none").tolist()
+        yield from ((place, len(tokens), loss) for place, loss in enumerate(losses) if wanted[place] != -100)
 
 
 def adamw(model: torch.nn.Module, weight_decay: float, **options: Any) -> torch.optim.AdamW:

@@ -1,5 +1,6 @@
 """A small training run, and the moments at which it can be killed."""
 
+import json
 import os
 import signal
 from importlib import import_module
@@ -40,6 +41,11 @@ def config(folder: Path, name: str, **changes: Any) -> TrainConfig:
     if parallel.layout != "balanced":  # less work: a step in one piece
         values.setdefault("micro_batch_size", values["batch_size"] // parallel.data_parallel)
     return TrainConfig(**values)
+
+
+def lines(run: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Return the lines of a file of a run."""
+    return [json.loads(line) for line in (run / file).read_text().splitlines()]
 
 
 def trainer(folder: Path, name: str, **changes: Any) -> Trainer:

@@ -9,7 +9,7 @@ import pytest
 
 from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS
-from bmburst.config import build_config, leaves, read_layer, to_dict
+from bmburst.config import leaves, to_dict
 from bmburst.config.fields import choices_of
 from bmburst.data.packing import PACKS
 from bmburst.data.sources import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bmburst.blocks.families import RopeScaling
-from bmburst.data import PackedSequences
+from bmburst.data import PackedSequences, evaluation_batches, open_corpus
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.inference.answering import generate
 from bmburst.train import evaluate
@@ -18,6 +18,7 @@ from tests import tiny
 from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train import run_program as program
+from tests.train.cases import losses_alone
 
 
 class Ninety(ByteTokenizer):
@@ -83,9 +84,6 @@ def test_a_sequence_longer_than_the_text_is_as_long_as_the_text(tmp_path):
 def test_a_last_part_has_its_own_length_under_dynamic_scaling(layout, tmp_path):
     """Of 101 tokens, sequences of 43 leave one of 15; the scaling begins at 8."""
     from bmburst.checkpoint import hugging_face
-    from bmburst.data import PackedSequences, evaluation_batches, open_corpus
-    from bmburst.train import evaluate
-    from bmburst.train.config import EvalConfig
 
     os.environ["XDG_CACHE_HOME"] = str(tmp_path)
     scaling = RopeScaling(kind="dynamic", factor=4.0)
@@ -108,14 +106,11 @@ def test_a_last_part_has_its_own_length_under_dynamic_scaling(layout, tmp_path):
     sequences = PackedSequences(open_corpus(str(source), "bytes", tmp_path), split="all", sequence_length=43)
     sums, counts = [0.0] * 7, []
     for batch in evaluation_batches(sequences):
-        ids, labels = (torch.from_numpy(each[0]) for each in batch.whole())
+        ids, labels = (each[0] for each in batch.whole())
         counts.append(int((labels >= 0).sum()))
         reference = tiny.load(saved)  # each time anew: it keeps the frequencies of longer sequences
-        with torch.no_grad():
-            logits = reference(ids[None, : counts[-1]]).logits[0]
-        losses = torch.nn.functional.cross_entropy(logits, labels[: counts[-1]], reduction="none")
-        for position, loss in enumerate(losses.tolist()):
-            sums[position.bit_length()] += loss
+        for place, _, loss in losses_alone(reference, ids, labels, counts[-1:]):
+            sums[place.bit_length()] += loss
     assert counts == [43, 43, 15]
     assert measured.tokens == sum(counts) and measured.loss == pytest.approx(sum(sums) / sum(counts), rel=1e-5)
     assert [each.nats for each in bins] == pytest.approx(sums, rel=1e-5)

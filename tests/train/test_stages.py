@@ -1,6 +1,5 @@
 """Ranks in stages are one rank: in gradients, losses, skipped steps, evaluations and checkpoints."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -118,8 +117,7 @@ def test_a_run_in_stages_that_is_killed_in_a_save_loses_nothing(tmp_path):
     run_program(2, program.go_on, tmp_path, "stages", pipe=2)
     losses, files = [], []
     for name in ("whole", "stages"):
-        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        losses.append({line["step"]: line["loss"] for line in lines if "grad_norm" in line})
+        losses.append({line["step"]: line["loss"] for line in run.lines(tmp_path / name) if "grad_norm" in line})
         folder = tmp_path / name / "checkpoints" / f"step-{run.STEPS:06d}"
         files.append(load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors"))
     assert len(losses[0]) == run.STEPS and losses[1] == pytest.approx(losses[0], rel=1e-5)

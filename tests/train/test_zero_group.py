@@ -1,13 +1,12 @@
 """ZeRO within groups of ranks, and gradients summed between them, is training on one rank."""
 
-import json
-
 import pytest
 from safetensors.torch import load_file
 
 from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import zero_group_program as program
+from tests.train.run_program import lines
 
 NAMES = pytest.mark.parametrize("name", ["accumulated", "offloaded", *long("across", "adapters", "tensor")])
 
@@ -25,8 +24,7 @@ def folder(request, tmp_path_factory):
 
 
 def metrics(folder, run):
-    lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["loss"], line["grad_norm"]) for line in lines]
+    return [(line["loss"], line["grad_norm"]) for line in lines(folder / run)]
 
 
 def require_equal(folder, run, wanted):
