@@ -44,7 +44,7 @@ def trainer(folder, name, **changes):
 
 
 def beside_training(ours):
-    return ours.saves.go_beside_training(ours.folder, ours.progress)
+    return ours.saves.go_beside_training(ours.progress)
 
 
 def contents(folder):

@@ -196,7 +196,7 @@ def _goes_on(folder, names, changes=None):
             assert same == 1 or (is_coded and (values - wanted[key]).norm() <= 0.03 * wanted[key].norm()), key
             assert same > 0.5 or values.numel() < 4096 or changes, key
         if changes and name == "8bit":  # for others, from these ranks' cuts
-            made.config = made.config.replace(output=folder / "8bit again")
+            made.saves.folder = folder / "8bit again"
             made.save()
             torch.save(wanted, folder / "8bit again.pt")
         assert all(math.isfinite(loss) for loss, _ in steps(made, 1))
