@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from bmburst.data import Batches, open_corpus
 from bmburst.data.whole_documents import pack_sequences
@@ -20,6 +21,7 @@ from tests import chat, tiny
 from tests.distributed.programs import on_program, run_program
 from tests.refusals import refused
 from tests.train import run_program as program
+from tests.train.cases import labelled
 
 LENGTH, BATCH, EPOCHS = 97, 10, 2
 SHAPE = tiny.config(vocab_size=chat.VOCAB, max_position_embeddings=LENGTH)
@@ -117,26 +119,17 @@ def test_validation_files_have_their_names_and_losses(folder):
         assert {each["data"] for each in evals} == {"math", "chats"}
         assert [each["data"] for each in evals[:2]] == ["math", "chats"]
     newest = max((folder / "run-1" / "checkpoints").iterdir())
-    model = tiny.load(newest)
+    model, peer = tiny.load(newest), PreTrainedTokenizerFast.from_pretrained(folder / "model")
     for name, file, key in (("math", "math.jsonl", "messages"), ("chats", "other.jsonl", "dialog")):
         total, count = 0.0, 0
         for line in (folder / file).read_text().splitlines():
-            ids, labels = labelled(folder, json.loads(line)[key])
+            ids, labels = labelled(peer, json.loads(line)[key])
             with torch.no_grad():
                 logits = model(ids[None]).logits[0, :-1]
             total += torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum").item()
             count += int((labels[1:] != -100).sum())
         last = [each for each in program.lines(folder / "run-1", "evals.jsonl") if each["data"] == name][-1]
         assert (last["tokens"], last["loss"]) == (count, pytest.approx(total / count, rel=1e-5))
-
-
-def labelled(folder, messages):
-    from transformers import PreTrainedTokenizerFast
-
-    peer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
-    found = peer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"])
-    return ids, ids.masked_fill(mask == 0, -100)
 
 
 def test_a_run_goes_on_inside_an_epoch(folder):
