@@ -26,6 +26,12 @@ from tests.refusals import refusal_of, refused, says
 Batches = list[list[int]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _states() -> None:
+    """Make accelerate's state of the process, which ranks that are threads would make at once."""
+    Accelerator(cpu=True)
+
+
 class Numbers(IterableDataset[int]):
     """Numbers from the rank's on in a circle: every rank reads them in an order of its own."""
 

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from bmburst.data import PackedSequences, evaluation_batches, open_corpus
 from bmburst.outputs import is_picture
@@ -30,9 +29,7 @@ def test_bins_equal_transformers(pack, tmp_path):
 
     os.environ["XDG_CACHE_HOME"] = str(tmp_path)
     trainer = program.trainer(tmp_path, "run")
-    with torch.no_grad():
-        for parameter in trainer.optimizer.param_groups[0]["params"]:
-            parameter.mul_(15)
+    program.sharpen(trainer)
     saved = trainer.save()
     texts = ["the quick brown fox " * 4, "jumps", "over the lazy dog, and back " * 2]
     source = tmp_path / "text.jsonl"

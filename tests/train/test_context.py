@@ -30,9 +30,7 @@ def reported(folder: Path, name: str) -> None:
     model = replace(program.SHAPE, max_position_embeddings=LENGTH)
     config = program.config(folder, name, model=model, sequence_length=LENGTH, pack="documents", data=source)
     trainer = Trainer(config)
-    with torch.no_grad():
-        for parameter in trainer.optimizer.param_groups[0]["params"]:
-            parameter.mul_(15)
+    program.sharpen(trainer)
     tokenizer = data.load_tokenizer("bytes")
     found = measure_context(
         trainer.model,

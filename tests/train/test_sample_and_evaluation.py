@@ -30,9 +30,7 @@ def test_equal_transformers(tmp_path):
     from transformers import LlamaForCausalLM
 
     trainer = program.trainer(tmp_path, "run")
-    with torch.no_grad():
-        for parameter in trainer.optimizer.param_groups[0]["params"]:
-            parameter.mul_(15)  # so that the next token hangs on the ones before it
+    program.sharpen(trainer)
     saved = trainer.save()
     reference = LlamaForCausalLM.from_pretrained(saved)
 
