@@ -41,34 +41,27 @@ class Case:
     layout: str = "zigzag"
 
 
-def cases(ranks: int = 1) -> dict[str, Case]:
-    """Return batches; for 4 ranks, which take longer, those that every family has."""
+def cases() -> dict[str, Case]:
+    """Return batches."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(61, (2, TOKENS), generator=draw)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.3, IGNORE_INDEX)
     two = torch.tensor([[*range(5), *range(32)], [*range(20), *range(1), *range(16)]])
-    one = torch.tensor([[*range(5), *range(19), *range(13)]])
     ends = ids.masked_fill(two == 0, IGNORE_INDEX)
     found = {}
     for family in FAMILIES:
-        found[f"{family} plain"] = Case(family, {"labels": labels}, {"labels": labels})
-        own = {"position_ids": two}
-        found[f"{family} packed"] = Case(family, own, {**own, "labels": ends}, layout="striped")
-    given = {"position_ids": one, "labels": labels}
-    found["qwen3 one row of positions"] = Case("qwen3", given, {**given, "position_ids": one.expand(2, -1)})
-    found["llama no labels"] = Case("llama", {}, {"labels": ids})
-    kept = {name: case for name, case in found.items() if ranks < 4 or name.endswith(("plain", "packed"))}
-    return {
-        name: Case(c.family, {"input_ids": ids} | c.batch, {"input_ids": ids} | c.theirs, c.layout)
-        for name, c in kept.items()
-    }
+        batch = {"input_ids": ids, "labels": labels}
+        found[f"{family} plain"] = Case(family, batch, batch)
+        batch = {"input_ids": ids, "position_ids": two}
+        found[f"{family} packed"] = Case(family, batch, {**batch, "labels": ends}, layout="striped")
+    return found
 
 
 def run(output: Path) -> None:
     """The cases on sequences over all ranks."""
     register()
     mesh, found = Mesh.over_process_group(), {}
-    for name, case in cases(dist.get_world_size()).items():
+    for name, case in cases().items():
         model = make_model(case.family, "bmburst", torch.float32)
         part = SplitSequences(mesh, layout=case.layout).part(**case.batch)
         found[name] = _step(model, part, averaged=True)

@@ -51,10 +51,6 @@ def test_damaged_files_are_refused(tmp_path):
     saved = program.trainer(tmp_path, "run").save()
     ours = program.trainer(tmp_path, "run", resume=True)
     before = (saved / "state.json").read_bytes()
-    model = (saved / "model.safetensors").read_bytes()
-    (saved / "model.safetensors").write_bytes(b"\xff" * 64 + model[64:])
-    said("no complete checkpoint | step-000000 | model.safetensors | damaged | checksum", ours.restore)
-    (saved / "model.safetensors").write_bytes(model)
     # Of a version without checksums: what is read is checked as far as it can be.
     state = without_checksums(before)
     (saved / "state.json").write_text(json.dumps(state))

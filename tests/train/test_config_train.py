@@ -374,6 +374,16 @@ def test_what_may_and_may_not_change_on_resume(tmp_path):
         ({"dtype": "bfloat16", "optimizer.loss_scale_steps": "9"}, "loss_scale_steps 9 | no effect | bfloat16"),
         ({"dtype": "float16", "optimizer.loss_scale": "12"}, "loss_scale 12 | power of 2 | --optimizer.loss_scale 8"),
         ({"dtype": "float16", "optimizer.kernel": "bmtrain"}, "kernel bmtrain | float16 | overflow | fix: | auto"),
+        ({"optimizer.state": "int8"}, "state | 'int8' | 8bit, bfloat16, float32 | fix: "),
+        (
+            {"optimizer.state": "8bit", "optimizer.kernel": "bmtrain"},
+            "optimizer.kernel bmtrain | optimizer.state 8bit | fix: --optimizer.kernel auto",
+        ),
+        ({"optimizer.offload_weights": "true"}, "offload_weights | fix: | --optimizer.offload"),
+        (
+            {"optimizer.offload": "true", "optimizer.offload_weights": "true", "parallel.zero_level": "2"},
+            "zero_level 2 | fix: | 3",
+        ),
         ({"optimizer.kernel": "bmtrain"}, "kernel bmtrain has no effect | float32 | bfloat16 | fix: leave"),
         (
             {"optimizer.kernel": "bmtrain", "optimizer.offload": "true", "dtype": "bfloat16"},
@@ -381,6 +391,6 @@ def test_what_may_and_may_not_change_on_resume(tmp_path):
         ),
     ],
 )
-def test_optimizer_settings_that_do_not_fit_the_dtype_are_refused(options, words):
+def test_optimizer_settings_that_do_not_go_together_are_refused(options, words):
     says(refusal_of(resolve, (), options), words)
     resolve((), {"dtype": "float16", "optimizer.loss_scale": "8", "optimizer.loss_scale_steps": "9"})

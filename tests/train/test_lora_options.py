@@ -180,6 +180,8 @@ def require_files(folder: Path, name: str, wanted: Any) -> None:
     ("values", "words"),
     [
         ({"rank": 0, "dropout": 0.1}, "lora.dropout 0.1 has no effect | lora.rank"),
+        ({"rank": 0, "alpha": 32.0}, "lora.alpha 32 | lora.rank | fix: --lora.rank 16"),
+        ({"rank": 0, "targets": ("o_proj",)}, "o_proj | fix: --lora.rank 16"),
         ({"dropout": 1.0}, "dropout: 1.0 | below 1"),
         ({"modules_to_save": ("embed",)}, "modules_to_save | 'embed' | embed_tokens"),
         ({"rank_pattern": ("q_proj",)}, "lora.rank_pattern | 'q_proj' | NAME=NUMBER"),
