@@ -133,7 +133,6 @@ def test_errors_name_the_file_and_the_nearest_key(tmp_path):
     path = write(tmp_path / "a.json", {"optimiser": {"lr": 1}})
     says(refusal_of(resolve, (path,)), path, "'optimiser'", "'optimizer.lr'", "known in")
     says(refusal_of(resolve, (write(path, {"model": "tiny"}),)), path, "model", "'tiny'", "model.*")
-    says(refusal_of(resolve, (), {"sequence_lenght": "5"}), "'sequence_lenght'", "'sequence_length'")
 
 
 BAD = """
