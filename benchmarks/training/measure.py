@@ -318,7 +318,7 @@ def _measure_saves(cell: TrainCell, run: TrainRun) -> Row:
     if run.rank == 0:
         shutil.rmtree(path)  # there may be room for one
     began = time.perf_counter()
-    if reason := trainer.saves.go_beside_training(trainer.folder, trainer.progress):
+    if reason := trainer.saves.go_beside_training(trainer.progress):
         raise UserError(f"{reason}\nfix: fewer --layers")
     assert trainer.saves.staging is not None
     trainer.saves.staging.wait()

@@ -14,7 +14,7 @@ from bmburst.config import add_options, given_options, leaves
 from bmburst.errors import UserError
 from bmburst.launch.devices import gpus
 from bmburst.train.config import TrainConfig
-from bmburst.train.defaults import MESH, SPREAD, defaults_of, explained, spread
+from bmburst.train.defaults import MESH, SPREAD, choices_text, defaults_of, spread
 from bmburst.train.resolve import CONFIG_FILE, check_resumable, given_names
 from bmburst.train.resolve import resolve as _resolve
 
@@ -155,7 +155,7 @@ def explain_choices(args: argparse.Namespace, config: TrainConfig, ranks: int) -
     """Return the line about what was chosen for this machine's GPUs for a new run; empty if nothing was."""
     files = () if args.config is None else (Path(args.config),)
     given = given_names(files, given_options(args, TrainConfig)) if gpus() else set()
-    return explained(config, given, ranks, gpus())
+    return choices_text(config, given, ranks, gpus())
 
 
 def ranks_of(config: TrainConfig) -> int:

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.dtypes import DtypeName
@@ -46,6 +46,17 @@ __all__ = [
 
 # 256 bytes and 3 special ids: end of document, start, padding.
 BYTE_IDS = 259
+
+
+def _hang_timeout(ends: str) -> Any:
+    what = f"Time after which {ends}; 0: no limit."
+    return field(what, default=DEFAULT_HANG_TIMEOUT, unit="seconds", minimum=0, below=1e9)
+
+
+def _start_timeout(first: str) -> Any:
+    what = f"Time from the start of a rank until its first {first}; with hang_timeout 0 there is no limit."
+    text = "3600, or hang_timeout if that is more"
+    return field(what, default=None, default_text=text, unit="seconds", above=0, below=1e9)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,21 +159,8 @@ class TrainConfig:
         none_text="auto",
         default_text="true for sequences of 4096 tokens or more, except in a pipeline",
     )
-    hang_timeout: float = field(
-        "Time after which a step without progress ends the run; 0: no limit.",
-        default=DEFAULT_HANG_TIMEOUT,
-        unit="seconds",
-        minimum=0,
-        below=1e9,
-    )
-    start_timeout: float | None = field(
-        "Time from the start of a rank until its first step; with hang_timeout 0 there is no limit.",
-        default=None,
-        default_text="3600, or hang_timeout if that is more",
-        unit="seconds",
-        above=0,
-        below=1e9,
-    )
+    hang_timeout: float = _hang_timeout("a step without progress ends the run")
+    start_timeout: float | None = _start_timeout("step")
     max_skipped_steps: int = field(
         "End the run after this many skipped steps in a row (loss or gradient not finite), or if all of fewer steps "
         "are skipped; 0: never.",
@@ -445,21 +443,8 @@ class EvalConfig(RecordFormat):
     dtype: DtypeName = field("Data type of weights and activations.", default="float32")  # noqa: RUF009
     layout: LayoutName = field("Which rank holds which tokens of a sequence.", default="zigzag")  # noqa: RUF009
     loss_chunk_tokens: int = field(LOSS_CHUNK_HELP, default=1024, unit="tokens", minimum=1)
-    hang_timeout: float = field(
-        "Time after which a sequence without progress ends the evaluation; 0: no limit.",
-        default=DEFAULT_HANG_TIMEOUT,
-        unit="seconds",
-        minimum=0,
-        below=1e9,
-    )
-    start_timeout: float | None = field(
-        "Time from the start of a rank until its first batch; with hang_timeout 0 there is no limit.",
-        default=None,
-        default_text="3600, or hang_timeout if that is more",
-        unit="seconds",
-        above=0,
-        below=1e9,
-    )
+    hang_timeout: float = _hang_timeout("a sequence without progress ends the evaluation")
+    start_timeout: float | None = _start_timeout("batch")
     by_position: bool = field(
         "Also measure the loss by position, the number of tokens before: bins 0, 1, 2-3, 4-7, 8-15 and so on.",
         default=False,

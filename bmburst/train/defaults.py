@@ -80,7 +80,7 @@ def _ways(config: TrainConfig, given: Collection[str], ranks: int) -> Iterator[T
                 yield config.replace(parallel=own, batch_size=batch, micro_batch_size=size)
 
 
-def explained(config: TrainConfig, given: Collection[str], ranks: int, gpus: Sequence[Gpu]) -> str:
+def choices_text(config: TrainConfig, given: Collection[str], ranks: int, gpus: Sequence[Gpu]) -> str:
     """Return the line about what was chosen for these GPUs, and how to choose otherwise; empty if nothing was."""
     if not gpus:
         return ""

@@ -9,7 +9,7 @@ import torch
 
 from bmburst.amounts import GIB
 from bmburst.comm.communicator import gather_objects
-from bmburst.data.dealing import Balance
+from bmburst.data.batches import Batches
 from bmburst.launch.start import Runtime
 from bmburst.memory import forget_peak, peak_bytes
 from bmburst.mesh import Mesh
@@ -91,10 +91,8 @@ class StepMonitor:
         rate: float,
         seconds: float,
         norms: Mapping[str, float],
-        balance: Balance | None,
-        *,
         scale: float | None,
-        text_bytes: int,
+        batches: Batches,
     ) -> StepMetrics:
         """Return the metrics of a finished step.
 
@@ -103,20 +101,19 @@ class StepMonitor:
             rate: Its learning rate.
             seconds: Its time on this rank.
             norms: Norm of the gradient of each kind of parameter.
-            balance: How equal the predicted costs of the data groups are; None: not known.
             scale: Its loss scale.
-            text_bytes: Bytes of text that its labels encode.
+            batches: At its batch: the bytes of text of its labels, and how equal the costs of the data groups are.
         """
         shape, config = self._shape, self._config
         used = self._flops.of(
             config.batch_size * config.sequence_length, facts.query_key_pairs / (shape.size // shape.data), seconds
         )
         bits = facts.loss * facts.tokens / math.log(2)
-        margin, accuracy = facts.rewards or (None, None)
+        (margin, accuracy), balance = facts.rewards or (None, None), batches.balance
         return StepMetrics(
             step=facts.step,
             loss=facts.loss,
-            bits_per_byte=None if facts.rewards else bits / max(text_bytes, 1),
+            bits_per_byte=None if facts.rewards else bits / max(batches.text_bytes, 1),
             lr=rate,
             grad_norm=facts.grad_norm,
             tokens_per_second=facts.tokens / seconds,

@@ -30,7 +30,7 @@ class RunSaves(BackgroundSaves):
     """The checkpoints of a run. Every rank makes the same calls.
 
     Args:
-        config: The run, with a recompute policy; `output` is set.
+        config: The run, with a recompute policy; `output`, the run folder, is set.
         model: The model.
         optimizer: Its optimizer.
         tokenizer: Files of the tokenizer by name, which each checkpoint holds.
@@ -46,12 +46,14 @@ class RunSaves(BackgroundSaves):
         asked: TrainConfig,
     ) -> None:
         super().__init__()
+        assert config.output is not None
+        self.folder = config.output
         self._config, self._model, self._optimizer, self._tokenizer = config, model, optimizer, tokenizer
         self._asked = asked
         self._base: Base | None = None
         self._reference = None if config.reference is None else reference_text(config, config.reference)
 
-    def restore(self, folder: Path) -> RunProgress | None:
+    def restore(self) -> RunProgress | None:
         """Load the newest complete checkpoint of the run folder, or the weights of `init_from`, as configured.
 
         Returns:
@@ -62,28 +64,28 @@ class RunSaves(BackgroundSaves):
                 or another reference.
         """
         config, base = self._config, self._config.init_from
-        newest = verified_together(folder) if config.resume else folder
-        if newest == folder and config.resume is True:
+        newest = verified_together(self.folder) if config.resume else self.folder
+        if newest == self.folder and config.resume is True:
             raise UserError(
-                f"{folder} has no complete checkpoint to resume from\nfix: start a new run without --resume"
+                f"{self.folder} has no complete checkpoint to resume from\nfix: start a new run without --resume"
             )
-        if base is not None and (config.lora.is_on or newest == folder):
+        if base is not None and (config.lora.is_on or newest == self.folder):
             base = verified_together(base)
             hugging_face.load(self._model, base)
             if config.lora.is_on:
                 self._base = Base.open(base, config.model)
-        if newest == folder:
+        if newest == self.folder:
             if config.lora.init_from is not None:
                 adapter.load(self._model, verified_together(config.lora.init_from), self._base)
             return None
         require_reference(config, newest)
         return load_checkpoint(newest, self._model, self._optimizer, base=self._base)
 
-    def write_config(self, folder: Path) -> None:
+    def write_config(self) -> None:
         """Write the configuration to the run folder, for `resume`; call it on one rank."""
-        write_run_config(self._asked, folder)
+        write_run_config(self._asked, self.folder)
 
-    def go_beside_training(self, folder: Path, progress: RunProgress) -> str:
+    def go_beside_training(self, progress: RunProgress) -> str:
         """Reserve host memory if training goes on after a save; return why there is none, or nothing.
 
         Call it after the first step, when the other memory of the run is in use.
@@ -91,33 +93,32 @@ class RunSaves(BackgroundSaves):
         every, done = self._config.checkpoint_every, progress.step
         if not every or -(-done // every) * every >= self._config.steps:  # only the last step is saved
             return ""
-        return self.prepare(self._draft(folder, progress), self._free())
+        return self.prepare(self._draft(progress), self._free())
 
-    def save(self, folder: Path, progress: RunProgress, *, wait: bool) -> Path:
+    def save(self, progress: RunProgress, *, wait: bool) -> Path:
         """Write a checkpoint and return its path.
 
         Args:
-            folder: The run folder.
             progress: The progress of the run.
             wait: Whether to return when it is on disk. Otherwise training may go on; see `BackgroundSaves.start`.
 
         Raises:
             UserError: On all ranks, if a rank cannot write this checkpoint or the previous one.
         """
-        draft = self._draft(folder, progress)
+        draft = self._draft(progress)
         self.start(draft)
         if wait:
             self.wait()
         return draft.target
 
-    def has_one(self, folder: Path) -> bool:
+    def has_one(self) -> bool:
         """Return whether the run folder has a complete checkpoint, after the started save has ended."""
         self.wait()
-        return newest_complete(folder) is not None
+        return newest_complete(self.folder) is not None
 
-    def _draft(self, folder: Path, progress: RunProgress) -> Draft:
+    def _draft(self, progress: RunProgress) -> Draft:
         return Draft.of(
-            folder,
+            self.folder,
             self._model,
             self._optimizer,
             replace(progress, reference=self._reference),

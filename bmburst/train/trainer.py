@@ -124,12 +124,11 @@ class Trainer:
         self.mesh = Mesh.over_bmtrain(
             data=parallel.data_parallel, sequence=parallel.sequence_parallel, heads=parallel.head_parallel
         )
-        group = zero_group_for(config, self.mesh, bmt.config["local_size"])
-        groups = ZeroGroups.of(self.mesh, group)
-        config = config.with_parallel(zero_group=group)
-        config = config.with_parallel(zero_level=zero_level_for(config, self.mesh, bmt.config["local_size"]))
-        recompute = recompute_for(config, self.mesh, bmt.config["local_size"])  # checks memory before reading the data
-        self.config = config = config.replace(recompute=recompute)
+        here = self.mesh, bmt.config["local_size"]
+        group = zero_group_for(config, *here)
+        groups, config = ZeroGroups.of(self.mesh, group), config.with_parallel(zero_group=group)
+        config = config.with_parallel(zero_level=zero_level_for(config, *here))
+        self.config = config = config.replace(recompute=recompute_for(config, *here))  # checks memory before the data
         self._end("ranks")
         # Pinned memory and compiled kernels take long, so both begin before the data are read.
         memory, compiled = HostMemory(), compile_kernels(config, self.mesh, on_host=self.runtime.on_host)
@@ -145,14 +144,14 @@ class Trainer:
             data_rank=self.mesh.data_rank,
             data_parallel=self.mesh.shape.data,
             total=None if config.epochs is None else sequences_of_epochs(config, sequences),
-            cost=sample_cost(sequences, config.model, recompute),
+            cost=sample_cost(sequences, config.model, config.recompute),
             micro_batch_size=config.micro_batch_size,
         )
         cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self._loader = Loader(cut, self.runtime.device, numbered=bool(config.lora.dropout))
         self._end("data")
         make_model = model_maker(config, self.mesh, memory, groups)
-        self.model = make_model(recompute=recompute, seed=None, lora=config.lora if config.lora.is_on else None)
+        self.model = make_model(recompute=config.recompute, seed=None, lora=config.lora if config.lora.is_on else None)
         self._end("model")
         initialize(self.model, config.model, config.seed)
         self._end("initial weights")
@@ -209,7 +208,7 @@ class Trainer:
             UserError: `resume` is true and there is no checkpoint, or all are damaged, or it has another model or
                 corpus.
         """
-        progress = self.saves.restore(self.folder)
+        progress = self.saves.restore()
         if progress is not None:
             self.batches.load_state_dict(progress.data)
             self.steps_done, self._monitor.skips.total = progress.step, progress.skipped
@@ -229,10 +228,8 @@ class Trainer:
         rate = self.update(facts)
         self.saves.settle(ended=monitor.saved)
         seconds = time.perf_counter() - started
-        scale, batches = self._manager.loss_scale, self.batches
         norms = dict(zip(self._norms.kinds, facts.grad_norms, strict=True))
-        known = facts, rate, seconds, norms, batches.balance
-        return monitor.metrics(*known, scale=scale, text_bytes=batches.text_bytes)
+        return monitor.metrics(facts, rate, seconds, norms, self._manager.loss_scale, self.batches)
 
     def next_batch(self) -> LocalBatch:
         """Return this rank's part of the next batch, and prefetch the batch after it in the background.
@@ -352,7 +349,7 @@ class Trainer:
                 report.step(metrics)
                 for message in monitor.messages:
                     report.note(message)
-                monitor.skips.require(has_checkpoint=lambda: self.saves.has_one(self.folder))
+                monitor.skips.require(has_checkpoint=self.saves.has_one)
                 if self.steps_done == first:
                     self._after_first_step(report)
                 self._evaluate_and_save(report)
@@ -390,7 +387,7 @@ class Trainer:
         Raises:
             UserError: On all ranks, if a rank cannot write.
         """
-        return self.saves.save(self.folder, self.progress, wait=wait)
+        return self.saves.save(self.progress, wait=wait)
 
     def sample(self, show: Callable[[str], object] = lambda _: None) -> str:
         """Return a prompt from held-out text and the model's continuation, separated by "|".
@@ -440,8 +437,8 @@ class Trainer:
         self._beginning.end("first step")
         report.began(self._beginning)
         if self.is_main:
-            self.saves.write_config(self.folder)
-        report.note(self.saves.go_beside_training(self.folder, self.progress))
+            self.saves.write_config()
+        report.note(self.saves.go_beside_training(self.progress))
 
     def _evaluate_and_save(self, report: RunReport) -> None:
         """Evaluate and save if the last step asks for it."""

@@ -161,7 +161,7 @@ def test_keys_that_other_models_have_are_refused_by_name(family: str) -> None:
         ({"attention_bias": True}, "attention_bias True | allowed: false"),
         ({"mlp_bias": True}, "mlp_bias True | allowed: false"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1 | allowed: 0"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config | {'bits': 4} | allowed: null"),
+        ({"quantization_config": {"bits": 4}}, "quantized | {'bits': 4} | allowed: null | fix: the model in 16 or"),
         ({"is_causal": False}, "is_causal False | true"),
         ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification | allowed: Llama"),

@@ -156,7 +156,7 @@ def test_the_length_trained_on_may_stand_outside(name: str) -> None:
 def test_other_kinds_are_refused_by_name(kind: object, spelling: str) -> None:
     values = LLAMA_2.to_hugging_face()
     for where in ("rope_scaling", "rope_parameters"):
-        with refused("rope_type", "default, dynamic, linear, llama3, yarn") as caught:
+        with refused("rope_type", "default, dynamic, linear, llama3, yarn", "fix: use it with tr") as caught:
             LlamaConfig.from_hugging_face(values | {where: {spelling: kind, "factor": 2.0}, "rope_theta": 1e4})
         assert str(kind)[:8] in str(caught.value) and len(str(caught.value)) < 1200
 
@@ -168,6 +168,7 @@ def test_other_kinds_are_refused_by_name(kind: object, spelling: str) -> None:
         ({"rope_scaling": "linear"}, "rope_scaling | 'linear' | object | rope_type"),
         ({"rope_scaling": {"full_attention": {"rope_type": "linear"}}}, "full_attention | all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 | allowed: null, 1"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 | 1"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": "a", "mscale_all_dim": 1}}, "mscale 'a' | above 0"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1, "mscale_all_dim": -1}}, "mscale -1 | above 0"),
     ],

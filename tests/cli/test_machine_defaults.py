@@ -17,7 +17,7 @@ from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import hardware_like
 from bmburst.schedule.parallelism import divisors
 from bmburst.train.config import TrainConfig
-from bmburst.train.defaults import defaults_of, explained, spread
+from bmburst.train.defaults import choices_text, defaults_of, spread
 from bmburst.train.machine import planned
 from bmburst.train.resolve import resolve
 from tests.cli.commands import checkpoint, see_gpus, started
@@ -30,7 +30,7 @@ T4 = (Gpu("Tesla T4", (7, 5)),) * 2
 def test_without_gpus_the_defaults_are_those_of_the_configuration():
     assert defaults_of(()) == {}
     assert spread(TrainConfig(), (), 8, ()) == TrainConfig()
-    assert explained(TrainConfig(), (), 8, ()) == ""
+    assert choices_text(TrainConfig(), (), 8, ()) == ""
     assert (TrainConfig().dtype, TrainConfig().recompute) == ("float32", "block-keep-attention")
 
 
@@ -107,13 +107,13 @@ def test_micro_batch_and_degrees_that_are_given_are_kept():
 def test_one_line_says_what_was_chosen():
     made = spread(resolve((), {}, defaults=defaults_of(H100)), (), 8, H100)
     says(
-        explained(made, (), 8, H100),
+        choices_text(made, (), 8, H100),
         "8 x NVIDIA H100 | dtype bfloat16 | recompute auto | data_parallel 8 x sequence_parallel 1 | batch_size 8 | "
         "micro_batch_size 1",
         lines=1,
     )
     given = ("dtype", "recompute", "parallel.data_parallel", "micro_batch_size")
-    assert explained(made, given, 8, H100) == ""
+    assert choices_text(made, given, 8, H100) == ""
 
 
 def test_new_runs_get_them_and_older_ones_keep_theirs(launches, monkeypatch, tmp_path, capsys):

@@ -266,7 +266,9 @@ def test_a_prompt_whose_logits_are_no_numbers_does_not_stop_the_others(monkeypat
         ({"on_bytes": None}, ("on_bytes", "function", "None")),
     ],
 )
-def test_bad_options(options: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_bad_options_are_refused_before_weights_are_read(
+    options: dict[str, Any], words: tuple[str, ...], no_weights: None
+) -> None:
     refuse(lambda: Generator(directory("llama"), **options), *words)
 
 
@@ -280,10 +282,6 @@ def test_a_batch_that_is_split_by_tokens_takes_one_prompt_each() -> None:
         refuse(lambda: batch.prefill([prompt(3), prompt(3)]), "one prompt each")
 
     run_ranks(2, body)
-
-
-def test_a_chunk_without_tokens_is_refused_before_weights_are_read(no_weights: None) -> None:
-    refuse(lambda: alone(chunk_tokens=0), "chunk_tokens 0", "at least 1")
 
 
 @pytest.mark.parametrize("model", [None, 3, [], torch.nn.Linear(2, 2)])
@@ -312,20 +310,16 @@ def on_rank_1(comm: CheckedCommunicator, wrong: object, right: object) -> Any:
         (lambda _, comm: over(comm, chunk_tokens=4 + comm.rank), ("chunk_tokens 4", "chunk_tokens 5")),
         (lambda _, comm: over(comm, on_rank_1(comm, "qwen2", "llama")), ("rank 0", "rank 1")),
         (lambda _, comm: over(comm, on_rank_1(comm, "llama again", "llama")), ("weights", "fix: give all hosts")),
+        (
+            lambda _, comm: Generator(on_rank_1(comm, "/nowhere", directory("llama")), mesh=mesh_of(comm)),
+            ("no directory /nowhere",),
+        ),
     ],
 )
 def test_ranks_that_differ_are_told(call: Callable[[Generator, CheckedCommunicator], object], words: Any) -> None:
     def body(comm: CheckedCommunicator) -> None:
         made = over(comm)
         refuse(lambda: call(made, comm), *words)
-
-    run_ranks(2, body)
-
-
-def test_a_directory_that_one_rank_lacks_is_told_on_all() -> None:
-    def body(comm: CheckedCommunicator) -> None:
-        mesh = mesh_of(comm)
-        refuse(lambda: Generator(on_rank_1(comm, "/nowhere", directory("llama")), mesh=mesh), "no directory /nowhere")
 
     run_ranks(2, body)
 

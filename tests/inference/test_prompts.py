@@ -260,10 +260,8 @@ def test_bytes_get_no_special_token():
         ({"messages": MESSAGES, "conversations": []}, "'messages' | 'conversations' | exactly one"),
         ({"messages": None}, "messages null | list"),
         ({"prompt": "a", "tools": []}, "'tools' | exactly one"),
-        ({"messages": MESSAGES, "tools": 3}, "tools is 3 | list of tools"),
         ({"messages": MESSAGES, "tools": [{}]}, "does not read tools"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "tokenize | apply_chat_template"),
-        ({"messages": MESSAGES, "chat_template_kwargs": {"thinking": 0}}, "does not read 'thinking'"),
         ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{}]}]}, "tool_calls | does not read"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": None}]}, "content of message 3 is null"),
         ({"messages": [{"role": "user"}]}, "content of message 1 is null"),
@@ -290,18 +288,6 @@ def test_every_bad_line_of_prompts_is_named(directory):
     assert "further" not in str(caught.value)
 
 
-def test_lines_that_are_no_utf8_are_refused(directory):
-    (directory / "prompts.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    with refused("prompts.jsonl:2", "UTF-8", "fix: "):
-        read_prompts(encoder(directory), prompts=directory / "prompts.jsonl")
-
-
-@pytest.mark.parametrize("lines", [[], ["", " "]], ids=["empty", "blank"])
-def test_a_file_without_prompts_is_refused(directory, lines):
-    with refused("prompts.jsonl", "no prompt", "fix: "):
-        read_prompts(encoder(directory), prompts=write(directory / "prompts.jsonl", *lines))
-
-
 @pytest.mark.parametrize("option", ["prompt_file", "prompts"])
 @pytest.mark.parametrize("name", ["missing.txt", ".", "/dev/zero"])
 def test_what_is_no_file_is_refused(directory, option, name):
@@ -309,11 +295,20 @@ def test_what_is_no_file_is_refused(directory, option, name):
         read_prompts(encoder(directory), **{option: directory / name})
 
 
-@pytest.mark.parametrize(("data", "words"), [(b"", "empty"), (b"a\xff", "UTF-8 | byte 1")], ids=["empty", "no UTF-8"])
-def test_a_bad_prompt_file_is_refused(directory, data, words):
+@pytest.mark.parametrize(
+    ("option", "data", "words"),
+    [
+        ("prompts", b"", "no prompt"),
+        ("prompts", b"\n ", "no prompt"),
+        ("prompts", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "book.txt:2 | UTF-8"),
+        ("prompt_file", b"", "empty"),
+        ("prompt_file", b"a\xff", "UTF-8 | byte 1"),
+    ],
+)
+def test_a_file_without_prompts_or_of_other_bytes_is_refused(directory, option, data, words):
     (directory / "book.txt").write_bytes(data)
     with refused(words, "book.txt", "fix: "):
-        read_prompts(encoder(directory), prompt_file=directory / "book.txt")
+        read_prompts(encoder(directory), **{option: directory / "book.txt"})
 
 
 @pytest.mark.parametrize(

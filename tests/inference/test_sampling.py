@@ -224,6 +224,9 @@ def test_defaults_come_from_the_directory(tmp_path):
     given = {"temperature": 0.3, "top_p": None, "eos_ids": (), "max_new_tokens": 5}
     options = generation_options(tmp_path, **given)
     assert (options.temperature, options.top_p, options.eos_ids, options.max_new_tokens) == (0.3, 0.9, (), 5)
+    with refused("top_p", "7", "at most 1"):
+        generation_options(tmp_path, top_p=7)
+    assert generation_options(write(tmp_path, do_sample=True)).temperature == 1.0  # as in transformers
 
 
 @pytest.mark.parametrize("stored", [{"do_sample": False}, {}, {"do_sample": None}], ids=str)
@@ -232,10 +235,6 @@ def test_without_do_sample_it_is_greedy(tmp_path, stored):
     assert generation_options(tmp_path).is_greedy
     options = generation_options(tmp_path, temperature=0.5)
     assert (options.temperature, options.top_p) == (0.5, 0.8)
-
-
-def test_sampling_without_a_temperature_has_that_of_transformers(tmp_path):
-    assert generation_options(write(tmp_path, do_sample=True)).temperature == 1.0
 
 
 def test_eos_of_the_model_is_the_last_resort(tmp_path):
@@ -270,11 +269,6 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, text):
     (tmp_path / GENERATION_CONFIG).write_bytes(text.encode("latin-1"))
     with refused(GENERATION_CONFIG, "fix: "):
         generation_options(tmp_path)
-
-
-def test_an_override_is_checked(tmp_path):
-    with refused("top_p", "7", "at most 1"):
-        generation_options(write(tmp_path, do_sample=True), top_p=7)
 
 
 CHANGING = {

@@ -1,5 +1,7 @@
 """Streamed text is the text of all tokens, cut before a stop string, and nothing that was given out changes."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -64,18 +66,6 @@ def bytes_ids(tokenizer):
 UTF8 = st.lists(st.sampled_from([0x41, 0xC3, 0xA9, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 256]), max_size=30)
 
 
-@settings(deadline=None, max_examples=300)
-@given(st.one_of(bytes_ids(BYTES), UTF8, st.text().map(lambda text: BYTES.encode(text).tolist())))
-def test_bytes_streamed_are_the_whole(ids):
-    assert "".join(stream(BYTES, ids)[0]) == BYTES.decode(ids)
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.one_of(bytes_ids(BPE), st.text().map(lambda text: BPE.encode(text).tolist())))
-def test_byte_level_tokens_streamed_are_the_whole(ids):
-    assert "".join(stream(BPE, ids)[0]) == BPE.decode(ids)
-
-
 CHARACTERS = st.one_of(
     st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), st.sampled_from(" \U0001f600")
 ).map(lambda character: [FIRST_BYTE + byte for byte in character.encode()])
@@ -89,12 +79,22 @@ def test_spaces_at_the_end_of_the_context_are_kept():
     assert "".join(stream(SPM, ids)[0]) == SPM.decode(ids) == f"the{TEXT}"
 
 
-@pytest.mark.parametrize("tokenizer", [SPM, METASPACE], ids=["Strip", "Metaspace"])
-def test_sentencepiece_tokens_streamed_are_the_whole(tokenizer):
-    @settings(deadline=None, max_examples=500)
-    @given(st.lists(st.one_of(CHARACTERS, WORDS, SPECIAL), max_size=25))
-    def check(parts):
-        ids = [token for part in parts for token in part]
+PARTS = st.lists(st.one_of(CHARACTERS, WORDS, SPECIAL), max_size=25).map(lambda parts: [*chain(*parts)])
+IDS = {
+    "bytes": (BYTES, st.one_of(bytes_ids(BYTES), UTF8, st.text().map(lambda text: BYTES.encode(text).tolist()))),
+    "byte level": (BPE, st.one_of(bytes_ids(BPE), st.text().map(lambda text: BPE.encode(text).tolist()))),
+    "sentencepiece with Strip": (SPM, PARTS),
+    "sentencepiece with Metaspace": (METASPACE, PARTS),
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_tokens_streamed_are_the_whole(name):
+    tokenizer, drawn = IDS[name]
+
+    @settings(deadline=None, max_examples=500 if "sentencepiece" in name else 300)
+    @given(drawn)
+    def check(ids):
         assert "".join(stream(tokenizer, ids)[0]) == tokenizer.decode(ids)
 
     check()
@@ -176,24 +176,19 @@ def test_a_stop_string_cuts_over_token_borders(tokenizer):
     assert stop is None and "".join(pieces) == whole
 
 
-def test_what_may_begin_a_stop_string_is_held_back():
-    found = TextStream(BYTES, ["END.", "\n\n"])
-    pieces = [found.push(byte) for byte in b"xEEND\n?EN"]
-    assert pieces == ["x", "", "E", "", "", "END", "\n?", "", ""]
-    assert found.finish() == "EN" and found.stop_string is None
-    assert found.text == "xEEND\n?EN"
-
-
-def test_nothing_follows_a_stop_string():
-    found = TextStream(BYTES, ["ab"])
-    assert [found.push(byte) for byte in b"xabyz"] == ["x", "", "", "", ""]
-    assert (found.finish(), found.text, found.stop_string) == ("", "x", "ab")
-
-
-def test_a_stop_string_is_found_in_what_was_held_back():
-    found = TextStream(BYTES, ["\ufffd"])
-    assert [found.push(byte) for byte in b"a\xf0"] == ["a", ""]
-    assert found.finish() == "" and found.stop_string == "\ufffd"
+@pytest.mark.parametrize(
+    ("stop", "data", "pieces", "rest", "found"),
+    [
+        # What may begin a stop string is held back, and nothing follows one; one may be in what was held back.
+        (["END.", "\n\n"], b"xEEND\n?EN", ["x", "", "E", "", "", "END", "\n?", "", ""], "EN", None),
+        (["ab"], b"xabyz", ["x", "", "", "", ""], "", "ab"),
+        (["\ufffd"], b"a\xf0", ["a", ""], "", "\ufffd"),
+    ],
+)
+def test_stop_strings_of_bytes(stop, data, pieces, rest, found):
+    text = TextStream(BYTES, stop)
+    assert [text.push(byte) for byte in data] == pieces
+    assert (text.finish(), text.text, text.stop_string) == (rest, "".join(pieces) + rest, found)
 
 
 @settings(deadline=None, max_examples=300)

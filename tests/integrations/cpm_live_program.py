@@ -200,17 +200,13 @@ def refuses_by_a_clear_line():
         (lambda: lazy.cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, dropout_p=0.1), "dropout_p 0.1"),
         (lambda: lazy.cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, int4=True), "int4"),
         (lambda: lazy.cpm_live.BucketPositionBias(HEADS, num_buckets=3), "num_buckets 3 | 32 relations"),
-        (lambda: lazy.cpm_live.SegmentPositionEmbedding(HEADS, max_distance=16), "max_distance 16 | above 16"),
         (lambda: lazy.cpm_live.SplitSequences(mesh, layout="balanced"), "layout | 'balanced' | zigzag"),
         (lambda: lazy.cpm_live.SplitSequences(mesh, kernel="fa4"), "kernel | 'fa4' | known: "),
         (lambda: lazy.cpm_live.SplitSequences(mesh, transport="mpi"), "transport | 'mpi' | known: "),
         (lambda: split.bee({"inputs": data["inputs"]}), "'inputs_sub' | inputs"),
-        (lambda: split.bee({**data, "spans": data["spans"][:, 1:]}), "'spans' | [batch, length] | 'inputs' | fix: "),
-        (lambda: split.bee({**data, "length": np.array([21, 22])}), "'length' | 2 lengths | 0 to 21 | [21, 22]"),
         (lambda: split.bee({**data, "segment_rel": data["segment_rel"][:1]}), "'segment_rel' | [2, entries]"),
         (lambda: split.bee({**data, "segment_rel": data["segment_rel"][:, :1]}), "token | of sequence | segment"),
         (lambda: split.bee({**data, "num_segments": data["segment_ids"]}), "token | of sequence 0 | segment"),
-        (lambda: split.ant(ant, 2), "0 to 2 | num_segments=2"),
         (lambda: split.ant({**ant, "len_ctx": ant_batch}, 3), "'len_ctx' | 2 lengths | 0 to 29"),
     ):
         with refused(words):

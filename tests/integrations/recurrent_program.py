@@ -1,6 +1,5 @@
 """Tiny hybrids of transformers, batches for them, and what every rank does with them. Rank 0 leaves what it saw."""
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -9,16 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from trl import SFTConfig
 
 from benchmarks.tiny_families import tiny_model
 from bmburst import Documents, Mesh
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_cache import SplitCache, generate
-from bmburst.integrations.transformers_trainer import SplitBatches
+from tests.integrations import transformers_trainer_program as trainers
 
 FEW = ("qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2", "minimax", "recurrent_gemma")
 """A type of each kind of layer: gated delta rule, KDA, Mamba 2, Mamba 1, convolution, Lightning, RG-LRU."""
@@ -201,42 +202,24 @@ def steps(output: Path, name: str) -> None:
 
 def fine_tune(output: Path, name: str) -> None:
     """Train a type with TRL's SFTTrainer on packed texts, over all ranks."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    class SplitTrainer(SplitBatches, SFTTrainer):  # type: ignore[misc]
-        pass
-
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())  # as a launcher tells them
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    register()
-    letters = Tokenizer(models.WordLevel({chr(i + 64): i for i in range(VOCABULARY)}, unk_token="@"))
-    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="A", pad_token="A", unk_token="@")
+    split = trainers.start()
     texts = ["BCDEFGHIJKLMNOP"[i % 7 : i % 7 + 3 + i % 9] for i in range(24)]
     model = tiny_model(name, "bmburst").float().train()
+    options = trainers.COMMON | {"gradient_accumulation_steps": 1, "max_steps": 4, "learning_rate": 1e-3}
     arguments = SFTConfig(
         output_dir=str(output.parent / f"{name}-{dist.get_world_size()}"),
         max_length=24,
         packing=True,
         per_device_train_batch_size=1,
-        max_steps=4,
-        learning_rate=1e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
         bf16=False,  # TRL's default is True, whose rounding AdamW makes larger
-        use_cpu=True,
-        seed=0,
+        **options,
     )
-    trainer = SplitTrainer(
-        split=SplitSequences(Mesh.over_process_group()),
+    trainer = trainers.SplitTuner(
+        split=split,
         model=model,
         args=arguments,
         train_dataset=Dataset.from_list([{"text": text} for text in texts]),
-        processing_class=tokenizer,
+        processing_class=trainers.tokenizer(),
     )
     trainer.train()
     if dist.get_rank() == 0:

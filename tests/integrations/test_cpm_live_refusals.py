@@ -37,6 +37,7 @@ BATCHES = [
     ({"length": LENGTHS}, NO_NUMBERS.format("length", "float64 of shape [2]")),
     ({"length": np.array([2**32 + 3, 3])}, "'length' | holds 4294967299 | allowed: | int32"),
     ({"length": np.array([-1, 3])}, "'length' | 2 lengths from 0 to 21 | [-1, 3] | fix: one to each of the 2"),
+    ({"length": np.array([21, 22])}, "'length' | 2 lengths from 0 to 21 | [21, 22]"),
     ({"length": 7}, "'length' | 2 lengths from 0 to 21 | 7 | fix: one to each of the 2 sequences"),
     ({"segment_rel": 3}, "'segment_rel' | [2, entries], none below 0 | [], the least 3 | allowed: for each"),
     ({"segment_rel": BEE["segment_rel"][:, :0]}, "'segment_rel' | [2, entries], none below 0 | [2, 0] | allow"),
@@ -106,6 +107,7 @@ def of_modules():
     words = "bidirectional | bool | 'no' | allowed: True or False"
     refuses(lambda: SegmentPositionEmbedding(HEADS, bidirectional="no"), words)
     refuses(lambda: BucketPositionBias(HEADS, max_distance=0), "max_distance 0 | above 8 | 32 buckets")
+    refuses(lambda: SegmentPositionEmbedding(HEADS, max_distance=16), "max_distance 16 | above 16")
     refuses(lambda: BucketPositionBias(HEADS, init_std=-1), "init_std | number | at least 0 | -1 | allowed: as")
     refuses(lambda: BucketPositionBias(HEADS, init_mean="0"), "init_mean | finite number | '0' | allowed: as")
 

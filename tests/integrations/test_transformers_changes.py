@@ -53,6 +53,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "dropped layers": (_drops_layers, "skip different layers | fix: layerdrop=0.0"),
     "tokens": (_other_tokens, "token id 13 | vocabulary has 5"),
+    "a state": (lambda model: setattr(model, "_is_stateful", True), "state | token"),
     "adapters": (
         lambda model: peft.inject_adapter_in_model(peft.LilyConfig(target_modules=["q_proj"]), model),
         "LILY | each token alone | fix: LoraConfig",

@@ -73,8 +73,14 @@ TWO: Rows = (((1, 5), (2, 24)), ((1, 20), (2, 1), (3, 8)))
 PADDED: Rows = (((1, 11), (2, 17), (0, 1)),)
 LEFT: Rows = (((0, 3), (1, 9), (2, 17)), ((1, 13), (2, 11), (0, 5)))
 BETWEEN: Rows = (((1, 11), (0, 2), (2, 13), (0, 3)),)
+BEHIND: Rows = (((1, 4), (2, 26), (0, 1)), ((1, 4), (2, 26), (0, 1)))
+ALIKE: Rows = (((1, 5), (2, 19), (3, 7)),) * 2
+EITHER: Rows = (((0, 6), (1, 25)), ((1, 26), (0, 5)))
 EARLIER: Rows = (((3, 4), (1, 12), (7, 13)),)
 CASES: dict[str, tuple[Rows, dict[str, Any]]] = {
+    "one row of positions": (ALIKE, {"position_ids": restarting(ALIKE)[:1]}),
+    "documents and padding behind": (BEHIND, {"documents": Documents((4, 26))}),
+    "padding on either side": (EITHER, {"attention_mask": (numbered(EITHER) > 0).long()}),
     "positions and one token of padding": (
         PADDED,
         {"position_ids": restarting(PADDED), "attention_mask": (numbered(PADDED) > 0).long()},

@@ -46,6 +46,21 @@ CASES: dict[str, tuple[Callable[[SplitSequences, Part, int], object], str]] = {
     ),
     "a gradient on one rank": (lambda _, part, rank: part.whole(_tokens(part, gradient=rank > 0)), "with gradient"),
     "another number of parts": (lambda split, part, rank: split.valid(*[part] * (1 + rank)), "of 1 parts | of 2 parts"),
+    "an input of the model": (lambda _, part, rank: part.loss(_model(), **{"foo": 1} if rank else {}), "inputs | foo"),
+    "no part": (
+        lambda split, part, rank: split.valid(part if rank else None),  # type: ignore[arg-type]
+        "labels | parts of SplitSequences | NoneType",
+    ),
+    "no loss": (lambda split, _, rank: split.mean(torch.ones(()) if rank else 1.5), "a loss | one number | float"),  # type: ignore[arg-type]
+    "no number of labels": (lambda _, part, rank: part.loss(_model(), valid=20 if rank else -1), "labels | -1"),
+    "another number of labels": (
+        lambda _, part, rank: part.loss(_model(), valid=torch.tensor(20) if rank else 19),
+        "disagree | valid 19 | valid 20",
+    ),
+    "another grad mode": (
+        lambda _, part, rank: torch.set_grad_enabled(rank == 0)(part.loss)(_model()),
+        "grad mode | without gradient | with gradient",
+    ),
     "another layout": (
         lambda split, _, rank: SplitSequences(split.mesh, layout=("zigzag", "striped")[rank]).part(IDS),
         "layout zigzag | layout striped",

@@ -19,11 +19,17 @@ from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers_streams import told_of
 from bmburst.integrations.transformers_trainer import share_batches
 from tests.distributed.processes import run_processes
-from tests.distributed.threads import run_ranks
+from tests.distributed.threads import mesh_of, run_ranks
 from tests.integrations import transformers_streams_program as program
 from tests.refusals import refusal_of, refused, says
 
 Batches = list[list[int]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _states() -> None:
+    """Make accelerate's state of the process, which ranks that are threads would make at once."""
+    Accelerator(cpu=True)
 
 
 class Numbers(IterableDataset[int]):
@@ -160,10 +166,8 @@ def test_a_refusal_of_a_collator_is_told_by_every_rank() -> None:
         raise UserError(f"no {samples}\nfix: others")
 
     def body(world: CheckedCommunicator) -> str:
-        alone = single_rank_group()
         loader = Accelerator(cpu=True).prepare(DataLoader(Numbers(5), 2, collate_fn=refuse))
-        shared = share_batches(loader, Mesh(MeshShape(1, 2, 1), world.rank, world, alone, alone))
-        return refusal_of(lambda: [*shared])
+        return refusal_of(lambda: [*share_batches(loader, mesh_of(world))])
 
     assert run_ranks(2, body) == ["no [0, 1]\nfix: others"] * 2
 
@@ -193,10 +197,7 @@ def test_data_sets_that_ranks_have_parts_of() -> None:
         says(told, "split by rank | rank 0 | fix: leave split_dataset_by_node out")
     config = DataLoaderConfiguration(dispatch_batches=False)  # shards of ranks look the same
     loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(rows, 2))
-    alone = single_rank_group()
-    for told in run_ranks(
-        2, lambda world: refusal_of(share_batches, loader, Mesh(MeshShape(1, 2, 1), world.rank, world, alone, alone))
-    ):
+    for told in run_ranks(2, lambda world: refusal_of(share_batches, loader, mesh_of(world))):
         says(told, "IterableDataset cannot be shared | dispatch_batches=True | fix: ")
 
 

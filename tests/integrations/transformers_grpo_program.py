@@ -1,6 +1,5 @@
 """GRPO and RLOO of TRL, plain and on split sequences, on the ranks of one job. Each rank leaves what it saw of both."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -8,19 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from bmburst import Mesh
-from bmburst.integrations.transformers import SplitSequences, register
+from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_grpo import SplitRows
 from tests import tiny
 from tests.integrations import transformers_grpo_tools as tools
-from tests.integrations.transformers_trainer_program import decided, shard, whole_weight
+from tests.integrations.transformers_trainer_program import decided, reset, shard, start, whole_weight
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"  # and 2 tokens: tiny's vocabulary of 61
 PROMPTS = ("abc def", "h", "12345 6 01234", "xy", "hello", "zzzz", "a b c", "Q")
@@ -226,16 +223,11 @@ def trained(root: Path, name: str, split: SplitSequences | None) -> dict[str, An
 
 def run(root: Path, names: list[str], sequence: int) -> None:
     """Train each run of some names plain, then split over groups of `sequence` ranks."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-    register()
-    split = SplitSequences(Mesh.over_process_group(sequence=sequence))
-    found = {}
+    split, found = start(sequence), {}
     for name in names:
         for kind in (None, split):
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
+            reset()
             found[name, kind is not None] = trained(root, name, kind)
             if kind is not None and name == "rloo":
                 found["decided", True] = {"told": decided(trainer(root, name, kind), "step", "should_training_stop")}
-    torch.save(found, root / f"found{rank}.pt")
+    torch.save(found, root / f"found{dist.get_rank()}.pt")

@@ -328,12 +328,12 @@ def reset() -> None:
     GradientState._reset_state()
 
 
-def start() -> SplitSequences:
-    """Return what splits sequences over all ranks, after what accelerate needs."""
+def start(sequence: int | None = None) -> SplitSequences:
+    """Return what splits sequences over groups of ranks, by default all, after what accelerate needs."""
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
     register()
-    return SplitSequences(Mesh.over_process_group())
+    return SplitSequences(Mesh.over_process_group(sequence=sequence))
 
 
 def save(folder: Path, found: dict[str, Any]) -> None:
@@ -365,10 +365,8 @@ def run(folder: Path) -> None:
 
 def run_groups(folder: Path) -> None:
     """A router's loss on ranks that are groups of their own, and TRL's on the same ranks."""
-    start()
-    groups = SplitSequences(Mesh.over_process_group(sequence=1))
     found: dict[str, Any] = {}
-    for name, splits in (("two groups", groups), ("TRL", None)):
+    for name, splits in (("two groups", start(sequence=1)), ("TRL", None)):
         reset()
         found[name] = routed(folder, splits)
     save(folder, found)

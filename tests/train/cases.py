@@ -1,6 +1,6 @@
 """What tests share that compare training with a reference or with itself: cases, ranks, steps, results, and states."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,23 @@ def result(folder: Path, name: object) -> dict[str, Any]:
     """Return what was left of a case or a run."""
     loaded: dict[str, Any] = torch.load(folder / f"{name}.pt", map_location="cpu", weights_only=True)
     return loaded
+
+
+def labelled(peer: Any, messages: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and labels of a conversation, of its answers alone, as a tokenizer of transformers has them."""
+    found = peer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    ids, mask = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"])
+    return ids, ids.masked_fill(mask == 0, -100)
+
+
+def losses_alone(model: Any, ids: Any, labels: Any, lengths: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+    """Yield place, length of the document and loss of each label of a sequence: each document alone in transformers."""
+    parts = (torch.as_tensor(each)[: sum(lengths)].split(list(lengths)) for each in (ids, labels))
+    for tokens, wanted in zip(*parts, strict=True):
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0].double()
+        losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none").tolist()
+        yield from ((place, len(tokens), loss) for place, loss in enumerate(losses) if wanted[place] != -100)
 
 
 def adamw(model: torch.nn.Module, weight_decay: float, **options: Any) -> torch.optim.AdamW:
@@ -122,6 +139,14 @@ def held(trainer: Any) -> dict[str, torch.Tensor]:
 def steps(trainer: Any, count: int) -> list[tuple[float, float]]:
     """Take steps; return their losses and norms."""
     return [(step.loss, step.grad_norm) for step in (trainer.step() for _ in range(count))]
+
+
+def require_near(ours: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], limit: float) -> None:
+    """Check that the norm of each difference is within a limit, relative to that of the tensor that is wanted."""
+    assert ours.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert ours[name].shape == tensor.shape, name
+        assert (ours[name] - tensor).norm() <= limit * tensor.norm(), name
 
 
 def require_equal(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

@@ -1,5 +1,6 @@
 """A small training run, and the moments at which it can be killed."""
 
+import json
 import os
 import signal
 from importlib import import_module
@@ -8,6 +9,8 @@ from random import Random
 from threading import Timer
 from time import sleep
 from typing import Any
+
+import torch
 
 from bmburst.train.config import DataConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from bmburst.train.trainer import Trainer, run
@@ -42,8 +45,20 @@ def config(folder: Path, name: str, **changes: Any) -> TrainConfig:
     return TrainConfig(**values)
 
 
+def lines(run: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Return the lines of a file of a run."""
+    return [json.loads(line) for line in (run / file).read_text().splitlines()]
+
+
 def trainer(folder: Path, name: str, **changes: Any) -> Trainer:
     return Trainer(config(folder, name, **changes))
+
+
+def sharpen(made: Trainer) -> None:
+    """Make the weights so large that the next token hangs on the ones before it."""
+    with torch.no_grad():
+        for parameter in made.optimizer.param_groups[0]["params"]:
+            parameter.mul_(15)
 
 
 def train(folder: Path, name: str, **changes: Any) -> None:

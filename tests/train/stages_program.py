@@ -158,7 +158,7 @@ def resume(folder: Path, split: Split, name: str, source: str, target: str) -> N
     trainer.restore()
     facts = trainer.backward(trainer.next_batch())
     trainer.update(facts)
-    trainer.config = trainer.config.replace(output=folder / target)
+    trainer.saves.folder = folder / target
     trainer.save()
     if trainer.is_main:
         torch.save((facts.loss, facts.grad_norm), folder / f"{target}.pt")

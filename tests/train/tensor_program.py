@@ -54,7 +54,7 @@ def resume(folder: Path, tensor: int, other: int, names: list[str]) -> None:
         changes = RUNS[name]
         trainer = _trainer(folder, f"{name}-{other}", tensor, resume=True, **changes)
         trainer.restore()
-        trainer.config = trainer.config.replace(output=folder / f"{name}-{other}-again")
+        trainer.saves.folder = folder / f"{name}-{other}-again"
         trainer.save()
         losses = [_step(trainer) for _ in range(THEN)]
         _leave(trainer, {"steps": losses})
@@ -139,4 +139,4 @@ def _step(trainer: Any) -> tuple[float, float]:
 
 def _leave(trainer: Any, seen: dict[str, Any]) -> None:
     if trainer.is_main:
-        torch.save(seen, trainer.folder.parent / f"{trainer.folder.name}.pt")
+        torch.save(seen, trainer.saves.folder.with_suffix(".pt"))

@@ -19,7 +19,7 @@ from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import answers_program as program
-from tests.train.cases import adamw, reference_steps, result, run_cases
+from tests.train.cases import adamw, labelled, reference_steps, require_near, result, run_cases
 
 CASES = pytest.mark.parametrize("case", [*program.CASES, *long(*zip(program.MORE))], ids=str)
 
@@ -71,9 +71,7 @@ def conversations(folder, numbers, source="chats.jsonl"):
     for number in numbers:
         messages, weight = alone[number]
         messages = [{**each, "out": each.get("weight") == 0} for each in messages]
-        found = peer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        ids, mask = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"])
-        yield ids, ids.masked_fill(mask == 0, -100), weight
+        yield *labelled(peer, messages), weight
 
 
 def summed(model, found, *, weighted=True):
@@ -131,9 +129,7 @@ def test_equals_transformers_on_each_conversation(folder, references, case):
     assert ours["tokens"] == reference["tokens"]
     assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-6)
     assert ours["evaluated"] == pytest.approx(reference["evaluated"], rel=1e-6)
-    assert ours["gradients"].keys() == reference["gradients"].keys()
-    for name, exact in reference["gradients"].items():
-        assert ((ours["gradients"][name] - exact).norm() / exact.norm()).item() < 3e-6, name
+    require_near(ours["gradients"], reference["gradients"], 3e-6)
 
 
 @CASES

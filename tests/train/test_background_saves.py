@@ -15,7 +15,6 @@ import pytest
 
 from bmburst.blocks.config import LoRAConfig
 from bmburst.checkpoint import files as checkpoint
-from bmburst.checkpoint import files as checkpoint_files
 from bmburst.checkpoint import staging
 from bmburst.checkpoint.sharded_files import on_every_rank
 from bmburst.checkpoint.staging import Staging
@@ -44,7 +43,7 @@ def trainer(folder, name, **changes):
 
 
 def beside_training(ours):
-    return ours.saves.go_beside_training(ours.folder, ours.progress)
+    return ours.saves.go_beside_training(ours.progress)
 
 
 def contents(folder):
@@ -103,13 +102,13 @@ def _holds_its_step(folder, tensor, cases):
             released.set()
             ours.saves.wait()
         assert contents(path) == expected, name
-        checkpoint_files.require_whole(path)
+        checkpoint.require_whole(path)
         on_every_rank(lambda: None)
         # The next two use the same memory. Each waits for the one before.
         second = ours.save(wait=False)
         ours.step()
         ours.save(wait=False)
-        assert second.name == "step-000004" and checkpoint_files.problem_of(second) is None
+        assert second.name == "step-000004" and checkpoint.problem_of(second) is None
         ours.saves.wait()
         assert sorted(each.name for each in path.parent.iterdir()) == ["step-000004", "step-000005"]
         on_every_rank(lambda: None)
@@ -173,7 +172,7 @@ def test_a_run_that_is_stopped_while_it_writes_leaves_both_checkpoints(tmp_path)
         ours.train()
     assert ours.steps_done == 3
     for step in (2, 3):
-        checkpoint_files.require_whole(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
+        checkpoint.require_whole(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
     if ours.is_main:
         assert "stopped after step 3 by SIGTERM" in said.getvalue()
 

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from bmburst.data import PackedSequences, evaluation_batches, open_corpus
 from bmburst.outputs import is_picture
@@ -18,6 +17,7 @@ from tests.distributed.programs import on_program
 from tests.distributed.started import run_bmburst
 from tests.refusals import says
 from tests.train import run_program as program
+from tests.train.cases import losses_alone
 
 MODEL = Path(__file__).parents[1] / "inference" / "passkey"
 
@@ -29,9 +29,7 @@ def test_bins_equal_transformers(pack, tmp_path):
 
     os.environ["XDG_CACHE_HOME"] = str(tmp_path)
     trainer = program.trainer(tmp_path, "run")
-    with torch.no_grad():
-        for parameter in trainer.optimizer.param_groups[0]["params"]:
-            parameter.mul_(15)
+    program.sharpen(trainer)
     saved = trainer.save()
     texts = ["the quick brown fox " * 4, "jumps", "over the lazy dog, and back " * 2]
     source = tmp_path / "text.jsonl"
@@ -51,18 +49,9 @@ def test_bins_equal_transformers(pack, tmp_path):
     sums: dict[int, list[float]] = {}
     for batch in evaluation_batches(sequences, limit=None):
         for row in range(len(batch)):
-            ids, labels = (torch.as_tensor(each) for each in batch.read(row, range(43)))
             lengths = (43,) if batch.documents is None else batch.documents[row]
-            start = 0
-            for length in lengths:
-                part = slice(start, start + length)
-                with torch.no_grad():
-                    logits = model(ids[None, part]).logits[0]
-                losses = torch.nn.functional.cross_entropy(logits, labels[part], reduction="none")
-                for position in range(length):
-                    if labels[start + position] != -100:
-                        sums.setdefault(position.bit_length(), []).append(losses[position].item())
-                start += length
+            for place, _, loss in losses_alone(model, *batch.read(row, range(43)), lengths):
+                sums.setdefault(place.bit_length(), []).append(loss)
     assert len(sums) == 7
     assert [each.first for each in bins] == [0, 1, 2, 4, 8, 16, 32]
     assert [each.last for each in bins] == [0, 1, 3, 7, 15, 31, 42]

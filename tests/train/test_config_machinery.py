@@ -285,13 +285,10 @@ def test_bad_files_are_named_with_the_place(tmp_path, name, content, words):
     says(refusal_of(read_config_file, path), path, words)
 
 
-def test_missing_file_and_directory(tmp_path):
+def test_missing_file_directory_and_number(tmp_path):
     says(refusal_of(read_config_file, tmp_path / "gone.yaml"), "gone.yaml", "no such")
     (tmp_path / "folder.json").mkdir()
     says(refusal_of(read_config_file, tmp_path / "folder.json"), "folder.json", "cannot be read")
-
-
-def test_json_nan_is_no_number(tmp_path):
     (tmp_path / "a.json").write_text('{"inner": {"rate": NaN}}')
     assert "inner.rate" in refusal_of(lambda: made(read_config_file(tmp_path / "a.json")))
 

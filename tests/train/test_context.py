@@ -18,6 +18,7 @@ from bmburst.train.sections import DataConfig
 from bmburst.train.trainer import Trainer
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
+from tests.train.cases import losses_alone
 
 LENGTH = 160  # bytes: enough for the question about a pass key
 TEXTS = ["the quick brown fox " * 6, "jumps", "over the lazy dog, and back " * 3, "and so on. " * 9] * 3
@@ -29,9 +30,7 @@ def reported(folder: Path, name: str) -> None:
     model = replace(program.SHAPE, max_position_embeddings=LENGTH)
     config = program.config(folder, name, model=model, sequence_length=LENGTH, pack="documents", data=source)
     trainer = Trainer(config)
-    with torch.no_grad():
-        for parameter in trainer.optimizer.param_groups[0]["params"]:
-            parameter.mul_(15)
+    program.sharpen(trainer)
     tokenizer = data.load_tokenizer("bytes")
     found = measure_context(
         trainer.model,
@@ -66,17 +65,9 @@ def test_it_is_that_of_documents_alone_on_one_rank_and_on_two(tmp_path: Path) ->
     model = LlamaForCausalLM.from_pretrained(next((tmp_path / "run-1" / "checkpoints").iterdir()))
     sums: dict[str, dict[int, list[float]]] = {"by_position": {}, "by_length": {}}
     for (ids, labels), lengths in json.loads((tmp_path / "run-1" / "rows.json").read_text()):
-        start = 0
-        for length in lengths:
-            part, wanted = torch.tensor([ids[start : start + length]]), torch.tensor(labels[start : start + length])
-            with torch.no_grad():
-                logits = model(part).logits[0].double()
-            losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none", ignore_index=-100)
-            for position in range(length):
-                if wanted[position] != -100:
-                    for name, value in (("by_position", position), ("by_length", length)):
-                        sums[name].setdefault(value.bit_length(), []).append(float(losses[position]))
-            start += length
+        for place, length, loss in losses_alone(model, ids, labels, lengths):
+            sums["by_position"].setdefault(place.bit_length(), []).append(loss)
+            sums["by_length"].setdefault(length.bit_length(), []).append(loss)
     for report in found:
         for name, expected in sums.items():
             bins = {each["first"].bit_length(): each for each in report[name]}

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from bmburst.data import Batches, open_corpus
 from bmburst.data.whole_documents import pack_sequences
@@ -20,6 +21,7 @@ from tests import chat, tiny
 from tests.distributed.programs import on_program, run_program
 from tests.refusals import refused
 from tests.train import run_program as program
+from tests.train.cases import labelled
 
 LENGTH, BATCH, EPOCHS = 97, 10, 2
 SHAPE = tiny.config(vocab_size=chat.VOCAB, max_position_embeddings=LENGTH)
@@ -66,10 +68,6 @@ def _train(folder, name, data_parallel, resume=False):
     run(config(folder, name, data_parallel, resume=resume))
 
 
-def lines(folder, name, file="metrics.jsonl"):
-    return [json.loads(line) for line in (folder / name / file).read_text().splitlines()]
-
-
 def sequences(folder):
     corpus = open_corpus(folder / "train.jsonl", str(folder / "model"), folder / "tokens")
     return pack_sequences(corpus, split="train", sequence_length=LENGTH, held_out_fraction=0.0, pack="documents")
@@ -105,7 +103,7 @@ def test_each_sequence_is_taken_once_an_epoch_on_any_number_of_ranks(folder):
 
 
 def test_a_run_of_epochs_is_the_same_on_one_and_two_ranks(folder):
-    one, two = lines(folder, "run-1"), lines(folder, "run-2")
+    one, two = program.lines(folder / "run-1"), program.lines(folder / "run-2")
     assert len(one) == -(-EPOCHS * len(sequences(folder)) // BATCH)
     assert [each["loss"] for each in two] == pytest.approx([each["loss"] for each in one], rel=1e-5)
     # Samples differ in their documents, so they are dealt: groups wait less for each other.
@@ -117,30 +115,21 @@ def test_a_run_of_epochs_is_the_same_on_one_and_two_ranks(folder):
 def test_validation_files_have_their_names_and_losses(folder):
     """Nothing is held out beside them; every token of theirs is evaluated."""
     for size in (1, 2):
-        evals = lines(folder, f"run-{size}", "evals.jsonl")
+        evals = program.lines(folder / f"run-{size}", "evals.jsonl")
         assert {each["data"] for each in evals} == {"math", "chats"}
         assert [each["data"] for each in evals[:2]] == ["math", "chats"]
     newest = max((folder / "run-1" / "checkpoints").iterdir())
-    model = tiny.load(newest)
+    model, peer = tiny.load(newest), PreTrainedTokenizerFast.from_pretrained(folder / "model")
     for name, file, key in (("math", "math.jsonl", "messages"), ("chats", "other.jsonl", "dialog")):
         total, count = 0.0, 0
         for line in (folder / file).read_text().splitlines():
-            ids, labels = labelled(folder, json.loads(line)[key])
+            ids, labels = labelled(peer, json.loads(line)[key])
             with torch.no_grad():
                 logits = model(ids[None]).logits[0, :-1]
             total += torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum").item()
             count += int((labels[1:] != -100).sum())
-        last = [each for each in lines(folder, "run-1", "evals.jsonl") if each["data"] == name][-1]
+        last = [each for each in program.lines(folder / "run-1", "evals.jsonl") if each["data"] == name][-1]
         assert (last["tokens"], last["loss"]) == (count, pytest.approx(total / count, rel=1e-5))
-
-
-def labelled(folder, messages):
-    from transformers import PreTrainedTokenizerFast
-
-    peer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
-    found = peer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"])
-    return ids, ids.masked_fill(mask == 0, -100)
 
 
 def test_a_run_goes_on_inside_an_epoch(folder):
@@ -148,9 +137,9 @@ def test_a_run_goes_on_inside_an_epoch(folder):
     shutil.copytree(folder / "run-2", whole)
     newest = max((whole / "checkpoints").iterdir())
     shutil.rmtree(newest)
-    before = lines(folder, "again")
+    before = program.lines(folder / "again")
     run_program(2, _train, folder, "again", 2, True)
-    after = lines(folder, "again")
+    after = program.lines(folder / "again")
     assert [each["loss"] for each in after] == [each["loss"] for each in before]
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -255,10 +256,10 @@ def _open(folder):
     (folder / f"said-{runtime.rank}.txt").write_text(said.getvalue())
 
 
-BROKEN = [("tokenizer.json", ""), ("tokenizer.json", '{"version": "1.'), ("tokenizer_config.json", "[]")]
-
-
-@pytest.mark.parametrize(("name", "content"), BROKEN)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("tokenizer.json", ""), ("tokenizer.json", '{"version": "1.'), ("tokenizer_config.json", "[]")],
+)
 def test_a_tokenizer_that_broke_after_its_tokens_were_made_is_refused_before_ranks_start(tmp_path, name, content):
     words = chat.directory(tmp_path / "words")
     chat.write(tmp_path / "chats.jsonl", *chat.records(20))
@@ -273,26 +274,18 @@ def test_a_file_of_the_tokenizer_without_permission_is_refused_before_ranks_star
     words = chat.directory(tmp_path / "words")
     (words / "special_tokens_map.json").write_text("{}")
     (tmp_path / "a.txt").write_text("once upon a time. " * 60)
-    read, exists = Path.read_bytes, Path.is_file
-
-    def guarded(path):
-        if path.name == "special_tokens_map.json":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return read(path)
-
-    monkeypatch.setattr(Path, "read_bytes", guarded)
     given = {"data.source": str(tmp_path / "a.txt"), "data.tokenizer": str(words), "sequence_length": "64"}
-    with refused(words, "special_tokens_map.json", "Permission denied", "fix: ", "permission"):
-        check_text(resolve((), given))
+    # One file, then all of them, as in a folder without permission to enter it.
+    for method, name in (("read_bytes", "special_tokens_map.json"), ("is_file", "")):
 
-    def closed(path):  # as in a folder without permission to enter it
-        if path.parent == words:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return exists(path)
+        def guarded(path, own, name=name):
+            if path.parent == words and name in path.name:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return own(path)
 
-    monkeypatch.setattr(Path, "is_file", closed)
-    with refused(words, "Permission denied", "fix: ", "permission"):
-        check_text(resolve((), given))
+        monkeypatch.setattr(Path, method, partialmethod(guarded, getattr(Path, method)))
+        with refused(words, name, "Permission denied", "fix: ", "permission"):
+            check_text(resolve((), given))
 
 
 def test_all_ranks_refuse_what_rank_0_alone_reads(tmp_path):

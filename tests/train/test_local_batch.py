@@ -2,6 +2,7 @@
 
 import dataclasses
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import IGNORE_INDEX, SequenceShard
-from bmburst.train.loading import LocalBatch
+from bmburst.train.loading import LocalBatch, token_losses
 from tests import tiny
 from tests.data.test_samples import Counted
 from tests.train.given import local
@@ -88,6 +89,18 @@ def test_a_rank_reads_its_part_alone(file, layout, pack):
             assert counted.taken <= batch.ids[0].numel() * (2 if layout == "striped" and size > 1 else 1) + 2 * 8
     most = [max(n for (ranks, _), n in taken.items() if ranks == size) for size in SIZES]
     assert all(more > less for more, less in pairwise(most[layout == "striped" :]))
+
+
+@pytest.mark.parametrize("documents", [None, ((3, 5), (8,)), ((3, 5),)])
+def test_the_model_is_given_a_length_or_the_masks_that_define_it(documents):
+    inputs, given = torch.arange(16).reshape(2, 8)[: len(documents or "ab")], []
+    cut = SequenceShard.cut(8, layout="contiguous", size=2, rank=1, mask="causal")
+    batch = local(cut, inputs, inputs + 1, documents)
+    token_losses(SimpleNamespace(loss=lambda *asked: given.extend(asked)), batch)
+    tokens, positions, labels, *extent = given
+    assert torch.equal(torch.stack([tokens, labels, positions]), batch.ids)
+    masks = tuple(map(Documents, documents or ()))
+    assert extent == ([8] if documents is None else [None, masks if len(masks) > 1 else masks[0]])
 
 
 def test_micro_batches():

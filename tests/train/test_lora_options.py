@@ -27,6 +27,7 @@ from tests.distributed.programs import run_program
 from tests.pairs import long
 from tests.refusals import refused
 from tests.train import run_program as program
+from tests.train.cases import adamw
 
 STEPS, SEED, DECAY, RATE = 4, 3, 0.1, 0.005
 EPS = 1e-2  # felt: without it a gradient that is nothing but rounding moves a weight as much as any other
@@ -103,12 +104,7 @@ def pefts(folder: Path, name: str, batches: list[Any]) -> tuple[list[float], lis
             model, torch.optim.AdamW, lr=RATE, loraplus_lr_ratio=RATIO[name], loraplus_weight_decay=DECAY, **rates
         )
     else:
-        trained = [each for each in model.parameters() if each.requires_grad]
-        groups = [
-            {"params": [each for each in trained if (each.dim() > 1) is decays], "weight_decay": DECAY * decays}
-            for decays in (True, False)
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=RATE, **rates)
+        optimizer = adamw(model, DECAY, lr=RATE, **rates)
     losses, norms = [], []
     for step, (ids, labels) in enumerate(batches, 1):
         for mask in masks:
@@ -184,6 +180,8 @@ def require_files(folder: Path, name: str, wanted: Any) -> None:
     ("values", "words"),
     [
         ({"rank": 0, "dropout": 0.1}, "lora.dropout 0.1 has no effect | lora.rank"),
+        ({"rank": 0, "alpha": 32.0}, "lora.alpha 32 | lora.rank | fix: --lora.rank 16"),
+        ({"rank": 0, "targets": ("o_proj",)}, "o_proj | fix: --lora.rank 16"),
         ({"dropout": 1.0}, "dropout: 1.0 | below 1"),
         ({"modules_to_save": ("embed",)}, "modules_to_save | 'embed' | embed_tokens"),
         ({"rank_pattern": ("q_proj",)}, "lora.rank_pattern | 'q_proj' | NAME=NUMBER"),

@@ -2,7 +2,6 @@
 
 import fcntl
 import io
-import json
 import math
 import os
 import pty
@@ -20,6 +19,7 @@ from bmburst.memory import peak_bytes
 from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, plot_losses, read_lines, smoothed
 from bmburst.train.report import ProgressBar
 from tests.refusals import refused
+from tests.train.run_program import lines
 
 KEYS = ["step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_gib"]
 MORE = ["tokens_per_second_per_gpu", "mfu", "mfu_kernel", "hardware_tflops", "exposed_seconds", "data_seconds"]
@@ -44,10 +44,6 @@ def evaluation(number, loss=2.0):
     return EvalMetrics(step=number, loss=loss, bits_per_byte=loss / math.log(2), perplexity=math.exp(loss), tokens=4096)
 
 
-def lines(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
 def test_every_step_is_a_line_with_exactly_the_keys_and_is_there_at_once(tmp_path):
     with MetricsWriter(tmp_path / "run") as writer:
         for number in (1, 2):
@@ -61,6 +57,9 @@ def test_every_step_is_a_line_with_exactly_the_keys_and_is_there_at_once(tmp_pat
         measured = {"loss": 2.0, "bits_per_byte": 2 / math.log(2), "perplexity": math.exp(2), "tokens": 4096}
         assert [*found.items()] == [("step", 2), *measured.items(), ("data", "held_out")]
     assert len(lines(tmp_path / "run")) == 2
+    with MetricsWriter(tmp_path / "run") as writer:  # begins anew
+        writer.write(step(1, loss=3.0))
+    assert [line["loss"] for line in lines(tmp_path / "run")] == [3.0]
 
 
 @pytest.mark.parametrize(
@@ -83,14 +82,6 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path, tail):
     assert lines(tmp_path)[0]["loss"] == 5.0
 
 
-def test_a_fresh_writer_begins_anew(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(step(1))
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(step(1, loss=3.0))
-    assert [line["loss"] for line in lines(tmp_path)] == [3.0]
-
-
 def test_a_foreign_file_is_not_overwritten(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("notes\nof mine\n")
     with refused("metrics.jsonl", "line 1", "fix: "):
@@ -105,12 +96,6 @@ def test_a_diverged_step_is_still_json(tmp_path):
         writer.write(step(3))
     assert [line["loss"] for line in lines(tmp_path)][:2] == [None, None]
     assert plot_losses(tmp_path) is not None
-
-
-def test_read_lines_of_nothing(tmp_path):
-    assert read_lines(tmp_path / "metrics.jsonl") == []
-    (tmp_path / "metrics.jsonl").touch()
-    assert read_lines(tmp_path / "metrics.jsonl") == []
 
 
 def test_tensorboard_has_every_number_and_forgets_dropped_steps(tmp_path):
@@ -189,7 +174,9 @@ def test_plot_of_a_very_short_run(tmp_path, count):
 
 
 def test_nothing_to_plot(tmp_path):
-    assert plot_losses(tmp_path) is None
+    assert plot_losses(tmp_path) is None and read_lines(tmp_path / "metrics.jsonl") == []
+    (tmp_path / "metrics.jsonl").touch()
+    assert read_lines(tmp_path / "metrics.jsonl") == []
     with MetricsWriter(tmp_path) as writer:
         writer.write(step(1, loss=float("nan")))
     assert plot_losses(tmp_path) is None
@@ -231,11 +218,7 @@ def test_time_left_counts_from_where_a_resumed_run_began():
     first, second = stream.getvalue().splitlines()
     assert first.endswith("58:10 left")
     assert second.endswith("58:00 left")
-
-
-def test_long_times_have_hours():
     clock = iter([0.0, 60.0])
-    stream = io.StringIO()
     ProgressBar(101, stream=stream, interval=0, clock=clock.__next__).update(step(1))
     assert stream.getvalue().endswith("1:40:00 left\n")
 

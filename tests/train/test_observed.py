@@ -22,7 +22,7 @@ RANGES = ("data", "forward", "backward", "optimizer", "attention forward", "atte
 def test_a_run_says_how_it_went(tmp_path):
     run_program(2, _observed, tmp_path)
     run = tmp_path / "run"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = program.lines(run)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     for line in lines:
         assert line["mfu"] is None and line["mfu_kernel"] is None and line["reserved_gib"] is None

@@ -13,7 +13,6 @@ from tests import lazy
 from tests.copies import FromElsewhere
 from tests.distributed.programs import on_program, run_program
 from tests.pairs import long
-from tests.refusals import refusal_of, says
 from tests.train import run_program as program
 from tests.train.cases import held, require_equal, steps
 from tests.train.lazy_streams import late_copies
@@ -302,15 +301,6 @@ def test_weights_go_to_host_memory_in_their_own_dtype(tmp_path):
             with FromElsewhere() as seen:
                 lazy.scatter(shard, torch.empty(shard.shape, dtype=torch.float32, device="meta"))
             assert seen.copies == [(shard.count, torch.bfloat16, torch.bfloat16)]
-
-
-def test_what_cannot_be_is_refused_before_work(tmp_path):
-    says(refusal_of(OptimizerConfig, offload_weights=True), "offload_weights", "fix: | --optimizer.offload")
-    parallel = ParallelConfig(zero_level=2)
-    optimizer = OptimizerConfig(offload=True, offload_weights=True)
-    says(
-        refusal_of(program.config, tmp_path, "run", parallel=parallel, optimizer=optimizer), "zero_level 2", "fix: | 3"
-    )
 
 
 @on_program(2)

@@ -161,20 +161,14 @@ def test_weights_in_host_memory_are_named_where_it_has_room():
         assert any(words.startswith(streamed) for words in said_to_have) == is_named
 
 
-def test_fragments_are_named_where_they_are_large():
+def test_what_the_prediction_does_not_tell_is_said_beside_it():
+    """Fragments where they are large, other programs on the GPU, and a model that the planner cannot spread."""
     assert "expandable_segments" in said(config(2**20), reserved=138)
     assert "expandable_segments" not in said(config(2**20), reserved=126)
     assert "expandable_segments" not in said(config(2**20), reserved=138, expands=True)  # it is done already
-
-
-def test_other_programs_on_the_gpu_are_named():
     assert "29.30 GiB of it are outside" in said(config(2**20), reserved=110, free=0.5)
     assert "outside" not in said(config(2**20), reserved=136, free=1.0)  # CUDA's context and NCCL
-
-
-def test_a_model_that_the_planner_cannot_spread_is_said_in_words():
-    text = said(config(2**20, parallel=ParallelConfig(data_parallel=3)), ranks=7)
-    assert "the planner cannot say" in text
+    assert "the planner cannot say" in said(config(2**20, parallel=ParallelConfig(data_parallel=3)), ranks=7)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """fp16 with BMTrain's dynamic loss scale is fp32 to fp16's rounding, and an overflow changes nothing but the scale."""
 
-import json
 import math
 import shutil
 from unittest.mock import patch
@@ -87,7 +86,7 @@ def folder(tmp_path_factory):
 
 def test_two_ranks(folder):
     run_program(2, _two_ranks, folder, seconds=240)
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = program.lines(folder / "run")
     assert [line["loss_scale"] for line in lines] == SCALES
     assert [line["skipped_steps"] for line in lines] == [0] * (BAD - 1) + [1] * (9 - BAD)
     assert lines[BAD - 1]["grad_norm"] is None and lines[BAD - 1]["loss"] is not None
@@ -161,8 +160,8 @@ def _resumed_is_uninterrupted(folder):
     assert second._monitor.scale == whole._monitor.scale == LossScale(2048, INTERVAL, 1)
     if whole.is_main:
         keys = ("step", "loss", "grad_norm", "loss_scale", "skipped_steps")
-        files = [(folder / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "run")]
-        ours, wanted = ([[json.loads(line)[key] for key in keys] for line in lines] for lines in files)
+        files = [program.lines(folder / name) for name in ("whole", "run")]
+        ours, wanted = ([[line[key] for key in keys] for line in lines] for lines in files)
         assert ours == wanted
 
 

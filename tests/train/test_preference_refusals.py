@@ -101,15 +101,10 @@ def _resume_with(folder, tmp_path):
         Trainer(by_option).restore()
 
 
-@pytest.mark.parametrize("beta", ["0", "-0.1", "nan"])
-def test_beta_is_positive(folder, beta):
-    with refused("dpo.beta", beta, "above 0"):
-        resolve(options=options(folder, **{"dpo.beta": beta}))
-
-
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        *(({"dpo.beta": beta}, f"dpo.beta | {beta} | above 0") for beta in ("0", "-0.1", "nan")),
         ({"dpo.beta": None, "dpo.reference": "x"}, "dpo.reference x | no effect | --dpo.beta"),
         ({"pack": "stream"}, "pack stream | pack trees | documents | fix: "),
         ({"context_report": "true"}, "context_report true | no loss by position | --context-report false"),
@@ -136,15 +131,16 @@ def test_another_model_is_no_reference(folder, name, words):
         check_paths(config)
 
 
-@pytest.mark.parametrize("data", ["chats.jsonl", "text.txt"])
-def test_other_data_are_refused(folder, data):
-    config = resolve(options=options(folder, data))
+@pytest.mark.parametrize(
+    ("data", "beta", "words"),
+    [
+        ("chats.jsonl", 0.1, "no preference pairs | rejected | dpo.beta | fix: "),
+        ("text.txt", 0.1, "no preference pairs | rejected | dpo.beta | fix: "),
+        ("pairs.jsonl", None, "preference pairs | --dpo.beta"),
+    ],
+)
+def test_other_data_and_pairs_for_another_training_are_refused(folder, data, beta, words):
+    config = resolve(options=options(folder, data, **{"dpo.beta": beta}))
     check_paths(config)
-    with refused(data, "no preference pairs", "rejected", "dpo.beta", "fix: "):
-        check_text(config)
-
-
-def test_pairs_without_preference_training_are_refused(folder):
-    config = resolve(options=options(folder, **{"dpo.beta": None}))
-    with refused("pairs.jsonl", "preference pairs", "--dpo.beta"):
+    with refused(data, words):
         check_text(config)

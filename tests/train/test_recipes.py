@@ -20,6 +20,7 @@ from bmburst.train.resolve import check_paths, read_hugging_face_config, resolve
 from bmburst.train.sources import PLACEHOLDER
 from tests.distributed.programs import run_program
 from tests.refusals import refused, says
+from tests.train.run_program import lines
 
 ROOT = Path(__file__).parents[2]
 JOBS = {job.name: job for job in train_jobs.JOBS}
@@ -117,8 +118,7 @@ def test_a_toy_trains(trained, name):
     text, values = path.read_text(), yaml.safe_load(path.read_text())
     assert f"#   bmburst train --config recipes/{path.name}\n" in text and not text.startswith(FIRST_LINE)
     run = trained / values["output"]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
+    losses = [line["loss"] for line in lines(run) if "loss" in line]
     assert len(losses) == values["steps"]
     if name in ("continue", "extend_1", "extend_2"):  # from trained weights: of random ones the first loss is log(320)
         assert max(losses) < math.log(320) - 0.5

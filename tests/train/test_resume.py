@@ -24,12 +24,12 @@ STATE_KEYS = ("step", "data", "tokenizer", "files")
 
 
 def losses(folder, name):
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    lines = program.lines(folder / name)
     return {line["step"]: (line["loss"], line["bits_per_byte"], line["lr"], line["grad_norm"]) for line in lines}
 
 
 def held_out(folder, name):
-    return [json.loads(line) for line in (folder / name / "evals.jsonl").read_text().splitlines()]
+    return program.lines(folder / name, "evals.jsonl")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bmburst.blocks.families import RopeScaling
-from bmburst.data import PackedSequences
+from bmburst.data import PackedSequences, evaluation_batches, open_corpus
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.inference.answering import generate
 from bmburst.train import evaluate
@@ -18,6 +18,7 @@ from tests import tiny
 from tests.distributed.programs import on_program
 from tests.refusals import refused
 from tests.train import run_program as program
+from tests.train.cases import losses_alone
 
 
 class Ninety(ByteTokenizer):
@@ -29,9 +30,7 @@ def test_equal_transformers(tmp_path):
     from transformers import LlamaForCausalLM
 
     trainer = program.trainer(tmp_path, "run")
-    with torch.no_grad():
-        for parameter in trainer.optimizer.param_groups[0]["params"]:
-            parameter.mul_(15)  # so that the next token hangs on the ones before it
+    program.sharpen(trainer)
     saved = trainer.save()
     reference = LlamaForCausalLM.from_pretrained(saved)
 
@@ -83,9 +82,6 @@ def test_a_sequence_longer_than_the_text_is_as_long_as_the_text(tmp_path):
 def test_a_last_part_has_its_own_length_under_dynamic_scaling(layout, last, tmp_path):
     """Sequences of 43 tokens leave one of 15, or of fewer than the ranks; the scaling begins at 8."""
     from bmburst.checkpoint import hugging_face
-    from bmburst.data import PackedSequences, evaluation_batches, open_corpus
-    from bmburst.train import evaluate
-    from bmburst.train.config import EvalConfig
 
     os.environ["XDG_CACHE_HOME"] = str(tmp_path)
     scaling = RopeScaling(kind="dynamic", factor=4.0)
@@ -108,14 +104,11 @@ def test_a_last_part_has_its_own_length_under_dynamic_scaling(layout, last, tmp_
     sequences = PackedSequences(open_corpus(str(source), "bytes", tmp_path), split="all", sequence_length=43)
     sums, counts = [0.0] * 7, []
     for batch in evaluation_batches(sequences):
-        ids, labels = (torch.from_numpy(each[0]) for each in batch.whole())
+        ids, labels = (each[0] for each in batch.whole())
         counts.append(int((labels >= 0).sum()))
         reference = tiny.load(saved)  # each time anew: it keeps the frequencies of longer sequences
-        with torch.no_grad():
-            logits = reference(ids[None, : counts[-1]]).logits[0]
-        losses = torch.nn.functional.cross_entropy(logits, labels[: counts[-1]], reduction="none")
-        for position, loss in enumerate(losses.tolist()):
-            sums[position.bit_length()] += loss
+        for place, _, loss in losses_alone(reference, ids, labels, counts[-1:]):
+            sums[place.bit_length()] += loss
     assert counts == [43, 43, last]
     assert measured.tokens == sum(counts) and measured.loss == pytest.approx(sum(sums) / sum(counts), rel=1e-5)
     assert [each.nats for each in bins] == pytest.approx(sums, rel=1e-5)

@@ -1,6 +1,5 @@
 """Ranks in stages are one rank: in gradients, losses, skipped steps, evaluations and checkpoints."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import run_program as run
 from tests.train import stages_program as program
+from tests.train.cases import require_near
 from tests.train.stages_program import ALONE, SKIPPED, STEPS, Split
 
 SQUARE = Split(2, sequence=2)
@@ -44,13 +44,11 @@ def require_equal(folder, split, name):
         assert ours["norms"] == pytest.approx(one["norms"], rel=1e-5, nan_ok=True)
         assert ours["tokens"] == one["tokens"]
         assert ours["finite"] == [step != SKIPPED for step in range(1, STEPS + 1)] and ours["skipped"] == 1
-        assert ours["gradients"].keys() == one["gradients"].keys()
-        for key in one["gradients"]:
-            # Adam divides by small gradients. Tensor ranks round moments in bf16 by other random numbers.
-            other = name == "offload" and split.tensor > 1
-            for kind, limit in (("gradients", 1e-5), ("parameters", 5e-3 if other else 1e-4)):
-                found, wanted = ours[kind][key], one[kind][key]
-                assert (found - wanted).norm() <= limit * wanted.norm(), (kind, key)
+        require_near(ours["gradients"], one["gradients"], 1e-5)
+        # Adam divides by small gradients. Tensor ranks round moments in bf16 by other random numbers.
+        other, kept = name == "offload" and split.tensor > 1, one["gradients"].keys()
+        trained = ({key: each["parameters"][key] for key in kept} for each in (ours, one))
+        require_near(*trained, 5e-3 if other else 1e-4)
         assert ours["eval"] == one["eval"] | {"loss": pytest.approx(one["eval"]["loss"], rel=1e-5)} | {
             key: pytest.approx(one["eval"][key], rel=1e-5) for key in ("bits_per_byte", "perplexity")
         }
@@ -89,9 +87,7 @@ def test_checkpoint_of_stages_goes_on_in_other_stages_and_without_them(folder, s
         found = torch.load(folder / f"{runs[number + 1]}.pt")
         assert found == pytest.approx((one["losses"][step], one["norms"][step]), rel=1e-5)
     weights = load_file(folder / "without" / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors")
-    assert weights.keys() == one["parameters"].keys()
-    for key, wanted in one["parameters"].items():
-        assert (weights[key] - wanted).norm() <= 1e-4 * wanted.norm(), key
+    require_near(weights, one["parameters"], 1e-4)
 
 
 @pytest.mark.long
@@ -103,9 +99,7 @@ def test_a_base_in_4_bits_is_read_and_trained_in_stages(tmp_path):
     require_equal(tmp_path, SQUARE, "4bit")
     file = f"checkpoints/step-{program.SAVED:06d}/adapter_model.safetensors"
     adapters = [load_file(tmp_path / f"4bit-{split}" / file) for split in (ALONE, SQUARE)]
-    assert adapters[1].keys() == adapters[0].keys()
-    for key, wanted in adapters[0].items():
-        assert (adapters[1][key] - wanted).norm() <= 1e-4 * wanted.norm(), key
+    require_near(adapters[1], adapters[0], 1e-4)
 
 
 @pytest.mark.long
@@ -118,11 +112,8 @@ def test_a_run_in_stages_that_is_killed_in_a_save_loses_nothing(tmp_path):
     run_program(2, program.go_on, tmp_path, "stages", pipe=2)
     losses, files = [], []
     for name in ("whole", "stages"):
-        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        losses.append({line["step"]: line["loss"] for line in lines if "grad_norm" in line})
+        losses.append({line["step"]: line["loss"] for line in run.lines(tmp_path / name) if "grad_norm" in line})
         folder = tmp_path / name / "checkpoints" / f"step-{run.STEPS:06d}"
         files.append(load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors"))
     assert len(losses[0]) == run.STEPS and losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert files[1].keys() == files[0].keys()
-    for key, wanted in files[0].items():
-        assert (files[1][key] - wanted).norm() <= 1e-4 * wanted.norm(), key
+    require_near(files[1], files[0], 1e-4)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import math
 import os
 import signal
@@ -17,10 +16,7 @@ from bmburst.train.step import HostFacts, LossScale, SkippedSteps, StepFacts
 from tests.distributed.programs import on_program, run_program
 from tests.refusals import refused
 from tests.train import run_program as program
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+from tests.train.run_program import lines
 
 
 def numbers(folder):

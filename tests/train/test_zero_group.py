@@ -1,13 +1,13 @@
 """ZeRO within groups of ranks, and gradients summed between them, is training on one rank."""
 
-import json
-
 import pytest
 from safetensors.torch import load_file
 
 from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import zero_group_program as program
+from tests.train.cases import require_near
+from tests.train.run_program import lines
 
 NAMES = pytest.mark.parametrize("name", ["accumulated", "offloaded", *long("across", "adapters", "tensor")])
 
@@ -25,8 +25,7 @@ def folder(request, tmp_path_factory):
 
 
 def metrics(folder, run):
-    lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["loss"], line["grad_norm"]) for line in lines]
+    return [(line["loss"], line["grad_norm"]) for line in lines(folder / run)]
 
 
 def require_equal(folder, run, wanted):
@@ -36,10 +35,7 @@ def require_equal(folder, run, wanted):
     files = sorted((folder / wanted).glob("checkpoints/*/[mo]*.safetensors"))
     assert len(files) == (0 if "adapters" in wanted else 4)
     for file in files:
-        ours, theirs = load_file(folder / run / file.relative_to(folder / wanted)), load_file(file)
-        assert ours.keys() == theirs.keys()
-        for key, tensor in theirs.items():
-            assert (ours[key] - tensor).norm() <= 1e-5 * tensor.norm(), key
+        require_near(load_file(folder / run / file.relative_to(folder / wanted)), load_file(file), 1e-5)
 
 
 @NAMES
