@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bmburst_ops.fragments import CHUNK
+
 COLUMNS = 64
 """Columns of a state for a program."""
 WIDE = 128
@@ -27,6 +29,42 @@ def shared_memory(device: torch.device) -> int:
         return 0
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
+
+
+def room_for_loads(keys: Tensor) -> int:
+    """Return the bytes of shared memory that loads of a program may take."""
+    return shared_memory(keys.device) - SCRATCH
+
+
+def kernel_sizes(
+    keys: Tensor, values: Tensor, *, tiles: int, narrow: int, stages: int, columns: int = COLUMNS
+) -> dict[str, int]:
+    """Return the constants of a kernel.
+
+    Args:
+        keys: Keys, `[1, tokens, key_heads, key_dim]`.
+        values: Values, or a tensor of their shape, `[1, tokens, heads, value_dim]`.
+        tiles: How many tiles of 64 rows as wide as a key a stage loads.
+        narrow: How many tiles as wide as a block of columns it loads too.
+        stages: Stages of loads in flight, the fastest number on an H200; fewer where shared memory is small.
+        columns: Columns of a state for a program.
+    """
+    key_heads, key_dim = keys.shape[2:]
+    block_key = max(16, triton.next_power_of_2(key_dim))
+    load = CHUNK * keys.element_size() * (tiles * block_key + narrow * columns)
+    return {
+        **{"heads": values.shape[2], "key_heads": key_heads, "key_dim": key_dim, "value_dim": values.shape[3]},
+        **{"chunk": CHUNK, "block_key": block_key, "block_columns": columns},
+        **{"num_warps": 4 if key_dim <= WIDE else 8, "num_stages": max(1, min(stages, room_for_loads(keys) // load))},
+    }
+
+
+def gradient_sizes(keys: Tensor, sizes: dict[str, int], warps: int) -> dict[str, int]:
+    """Return the constants of a kernel with `warps`, whose sums take more registers: wide keys have narrower blocks."""
+    if sizes["key_dim"] <= WIDE:
+        return sizes | {"num_warps": warps}
+    has_room = room_for_loads(keys) >= ROOM
+    return sizes | ({"num_warps": 16, "block_columns": 32} if has_room else {"num_warps": 4, "block_columns": 16})
 
 
 def floats(like: Tensor, *shape: int) -> Tensor:

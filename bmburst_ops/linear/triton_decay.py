@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmburst_ops.fragments import CHUNK
 from bmburst_ops.linear.spans import Fragments, Spans
-from bmburst_ops.linear.tiles import COLUMNS, ROOM, SCRATCH, WIDE, chunk_tiles, floats, shared_memory
+from bmburst_ops.linear.tiles import chunk_tiles, floats, gradient_sizes, kernel_sizes
 
 
 class DecayInputs(NamedTuple):
@@ -112,7 +111,7 @@ def input_gradients(
     dg = floats(values, *values.shape[:3])
     _gradient_kernel[len(fragments.chunks), heads](
         *(*inputs, values, grad_out, states, grad_states, dq, dk, dg, fragments.edges, fragments.chunks, scale),
-        **_gradient_sizes(inputs, values),
+        **gradient_sizes(inputs.keys, kernel_sizes(inputs.keys, values, tiles=2, narrow=1, stages=2), warps=4),
     )
     if heads > key_heads:
         dq, dk = (t.unflatten(2, (key_heads, -1)).sum(3) for t in (dq, dk))
@@ -121,38 +120,9 @@ def input_gradients(
 
 def _scan(kernel: Any, inputs: DecayInputs, given: tuple[Any, ...], spans: Spans, *, tiles: int, stages: int) -> None:
     """Launch a scan: a program for each fragment, head and block of columns. `given` begins with the values."""
-    sizes = _sizes(inputs, given[0], tiles, stages)
+    sizes = kernel_sizes(inputs.keys, given[0], tiles=tiles, narrow=1, stages=stages)
     grid = len(spans.begins) * sizes["heads"], triton.cdiv(sizes["value_dim"], sizes["block_columns"])
     kernel[grid](*inputs, *given, **sizes)
-
-
-def _sizes(inputs: DecayInputs, values: Tensor, tiles: int, stages: int) -> dict[str, int]:
-    """Return the constants of a kernel.
-
-    Args:
-        inputs: See `DecayInputs`.
-        values: Values, or a tensor of their shape.
-        tiles: How many tiles of 64 rows as wide as a key a stage loads. It loads a narrower one too.
-        stages: Stages of loads in flight; fewer where shared memory is small.
-    """
-    key_heads, key_dim = inputs.keys.shape[2:]
-    block_key = max(16, triton.next_power_of_2(key_dim))
-    load = CHUNK * inputs.keys.element_size() * (tiles * block_key + COLUMNS)
-    room = (shared_memory(inputs.keys.device) - SCRATCH) // load
-    return {
-        **{"heads": values.shape[2], "key_heads": key_heads, "key_dim": key_dim, "value_dim": values.shape[3]},
-        **{"chunk": CHUNK, "block_key": block_key, "block_columns": COLUMNS},
-        **{"num_warps": 4 if key_dim <= WIDE else 8, "num_stages": max(1, min(stages, room))},
-    }
-
-
-def _gradient_sizes(inputs: DecayInputs, values: Tensor) -> dict[str, int]:
-    """Return the constants of `_gradient_kernel`, whose sums take more registers: wide keys have narrower blocks."""
-    sizes = _sizes(inputs, values, tiles=2, stages=2)
-    if sizes["key_dim"] <= WIDE:
-        return sizes
-    has_room = shared_memory(values.device) - SCRATCH >= ROOM
-    return sizes | ({"num_warps": 16, "block_columns": 32} if has_room else {"num_warps": 4, "block_columns": 16})
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bmburst_ops.fragments import CHUNK
-from bmburst_ops.linear import triton_decay, triton_gated_delta
+from bmburst_ops.linear import tiles, triton_decay, triton_gated_delta
 from bmburst_ops.linear.spans import all_fragments
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes of shared memory for a program, by compute capability
@@ -71,8 +71,7 @@ def run(key_dim):
 modules = triton_gated_delta, triton_decay
 kernels = [(each, name, kernel) for each in modules for name, kernel in vars(each).items() if name.endswith("_kernel")]
 for capability, shared in SHARED.items():
-    for module in modules:
-        module.shared_memory = lambda _, shared=shared: shared
+    tiles.shared_memory = lambda _, shared=shared: shared
     for module, name, kernel in kernels:
         setattr(module, name, Compiled(kernel, capability))
     for size in map(int, sys.argv[1:]):
