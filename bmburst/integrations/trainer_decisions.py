@@ -5,9 +5,11 @@ many of them there are. Code of the caller's own calls `train` and `evaluate`.
 """
 
 import dataclasses
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from bmburst.errors import UserError
@@ -28,10 +30,23 @@ _OF_A_RANK = """
 """Arguments that concern one process alone. `seed` is that of dropout, too; batches are compared as they are read."""
 
 
+class _BeginsTogether(TrainerCallback):  # type: ignore[misc]
+    """Compares decisions when an epoch begins, before accelerate sends the states of random numbers."""
+
+    def __init__(self, agree: Callable[[], None]) -> None:
+        self._agree = agree
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Compare them."""
+        self._agree()
+
+
 class DecidesTogether:
     """A mixin of a Trainer whose ranks log, evaluate, save and stop together.
 
     Attributes:
+        add_callback: The Trainer's own.
+        remove_callback: The Trainer's own.
         args: The Trainer's arguments.
         control: The Trainer's own, which callbacks change.
         split: Has the ranks.
@@ -40,6 +55,8 @@ class DecidesTogether:
         UserError: A class derived from a trainer and the mixin names the trainer first.
     """
 
+    add_callback: Callable[..., None]
+    remove_callback: Callable[..., None]
     args: Any
     control: Any
     split: SplitSequences
@@ -68,7 +85,12 @@ class DecidesTogether:
                 "allowed: the same numbers, flags and choices on every rank\n"
                 f"fix: set {found[0]} from what all ranks share, not from the rank or the machine"
             )
-        return super().train(*arguments, **options)  # type: ignore[misc]
+        begins = _BeginsTogether(self._agree)
+        self.add_callback(begins)  # behind all others: a rank that evaluates in one of them is told
+        try:
+            return super().train(*arguments, **options)  # type: ignore[misc]
+        finally:
+            self.remove_callback(begins)
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
         """Run the trainer's own loop, if all ranks evaluate as many samples.

@@ -330,10 +330,11 @@ def told(call: Callable[[], object]) -> str:
 class Evaluates(TrainerCallback):
     """Calls the trainer itself on the last rank alone."""
 
-    def __init__(self, made: Trainer) -> None:
+    def __init__(self, made: Trainer, event: str) -> None:
         self._made = made
+        setattr(self, event, self._evaluate)
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    def _evaluate(self, *_: Any, **__: Any) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
             self._made.evaluate()
 
@@ -345,9 +346,11 @@ def different(folder: Path, split: SplitSequences) -> dict[str, str]:
     for name, value in (("max_grad_norm", 0.01), ("max_steps", 2), ("disable_tqdm", not COMMON["disable_tqdm"])):
         reset()
         found[name] = told(trainer(folder, split, **({name: value} if is_last else {})).train)
-    reset()
-    made = trainer(folder, split)
-    found["evaluates alone"] = (made.add_callback(Evaluates(made)), told(made.train))[1]
+    for event in ("on_train_begin", "on_step_end"):
+        reset()
+        made = trainer(folder, split)
+        made.add_callback(Evaluates(made, event))
+        found[event] = told(made.train)
     reset()
     samples = EVALUATED[: 2 if is_last else None]
     found["fewer samples"] = told(lambda: trainer(folder, split).evaluate(samples))
