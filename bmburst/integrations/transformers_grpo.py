@@ -137,7 +137,7 @@ class SplitRows(DecidesTogether):
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
         """Run the trainer's own loop, so that an evaluation before the training does not prepare the model for it."""
         with still_to_be_prepared(self._trainer):
-            return super().evaluation_loop(*arguments, **options)  # type: ignore[misc]
+            return super().evaluation_loop(*arguments, **options)
 
     def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
         with _attention(self._trainer.model, self._generate_with):

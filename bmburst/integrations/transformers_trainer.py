@@ -244,9 +244,7 @@ class SplitBatches(DecidesTogether):
         self._last = self._last_samples(dataloader)
         self._without_labels = 0
         with still_to_be_prepared(self._trainer):
-            output = super().evaluation_loop(  # type: ignore[misc]
-                dataloader, description, True, ignore_keys, metric_key_prefix
-            )
+            output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
         if self._without_labels:
             output.metrics[f"{metric_key_prefix}_batches_without_labels"] = self._without_labels
         return output

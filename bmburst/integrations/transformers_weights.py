@@ -9,6 +9,7 @@ frequencies of rotary embeddings.
 
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -85,22 +86,35 @@ class EqualWeights:
 
 def require_one_configuration(model: nn.Module, comm: CheckedCommunicator) -> None:
     """Raise UserError unless a transformers model is configured equally on all ranks. Collective; the host waits."""
-    values = _configuration(model)
+    found = first_difference(f"configuration of {type(model).__name__}", _configuration(model), comm)
+    if found is not None:
+        raise UserError(
+            f"the ranks that share a sequence have models of different configurations: {found[0]} of rank "
+            f"{found[1]} is not rank 0's\nallowed: the same configuration on every rank\n"
+            "fix: the same config.json and the same arguments on every rank"
+        )
+
+
+def first_difference(what: str, values: Mapping[str, str], comm: CheckedCommunicator) -> tuple[str, int] | None:
+    """Return a name whose text is not rank 0's, and the first such rank, or None. Collective; the host waits.
+
+    Args:
+        what: What has the values, for the message of ranks that make another call or have other names.
+        values: Texts by name, in one order on all ranks.
+        comm: The ranks.
+    """
     with comm.checking():
-        comm.agree(f"configuration of {type(model).__name__}\n{len(values)} keys, {_digest(tuple(values))}")
+        comm.agree(f"{what}\n{len(values)} keys, {_digest(tuple(values))}")
         if not values:
-            return
+            return None
         mine = torch.tensor([zlib.crc32(value.encode()) for value in values.values()], device=comm.device)
         (gathered,) = comm.all_gather(mine).wait()
     rows = gathered.cpu()
     differing = (rows != rows[0]).nonzero()
-    if len(differing):
-        rank, place = differing[0].tolist()
-        raise UserError(
-            f"the ranks that share a sequence have models of different configurations: {list(values)[place]} of rank "
-            f"{rank} is not rank 0's\nallowed: the same configuration on every rank\n"
-            "fix: the same config.json and the same arguments on every rank"
-        )
+    if not len(differing):
+        return None
+    rank, place = differing[0].tolist()
+    return list(values)[place], rank
 
 
 def _configuration(model: nn.Module) -> dict[str, str]:

@@ -83,6 +83,18 @@ def test_ranks_that_decide_differently_end_together(found: Found) -> None:
             says(told, f"disagree | fix: let callbacks | {decision} False | rank 1: TrainerControl {decision} True")
 
 
+def test_ranks_of_different_trainers_end_together(found: Found) -> None:
+    """Each rank trained weights of its own, without a word; or gloo ended the processes of an evaluation."""
+    for rank in found:
+        told = rank["different"]
+        for name in ("max_grad_norm", "max_steps"):
+            says(told[name], f"different arguments: {name} of rank 1 | the same numbers | fix: set {name}")
+        assert not told["disable_tqdm"]  # concerns a rank alone
+        for event in ("on_train_begin", "on_step_end"):
+            says(told[event], "disagree | same calls | rank 0: TrainerControl | rank 1: evaluation of Split")
+        says(told["fewer samples"], f"disagree | of {len(program.EVALUATED)} samples | rank 1: | of 2 samples")
+
+
 def test_noise_matters_here(tmp_path: Path) -> None:
     plain = program.trainer(tmp_path, None, program.padded)
     plain.train()

@@ -315,11 +315,46 @@ DECISIONS = (("step", "should_evaluate"), ("log", "should_training_stop"))
 def decided(made: Trainer, event: str, decision: str) -> str:
     """Train with a callback that decides on one rank; return the message of a refusal."""
     made.add_callback(Decides(event, decision))
+    return told(made.train)
+
+
+def told(call: Callable[[], object]) -> str:
+    """Return the message of a refusal, or nothing."""
     try:
-        made.train()
+        call()
     except UserError as error:
         return str(error)
     return ""
+
+
+class Evaluates(TrainerCallback):
+    """Calls the trainer itself on the last rank alone."""
+
+    def __init__(self, made: Trainer, event: str) -> None:
+        self._made = made
+        setattr(self, event, self._evaluate)
+
+    def _evaluate(self, *_: Any, **__: Any) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            self._made.evaluate()
+
+
+def different(folder: Path, split: SplitSequences) -> dict[str, str]:
+    """Return the messages where the last rank has other arguments or samples, or evaluates alone."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    found = {}
+    for name, value in (("max_grad_norm", 0.01), ("max_steps", 2), ("disable_tqdm", not COMMON["disable_tqdm"])):
+        reset()
+        found[name] = told(trainer(folder, split, **({name: value} if is_last else {})).train)
+    for event in ("on_train_begin", "on_step_end"):
+        reset()
+        made = trainer(folder, split)
+        made.add_callback(Evaluates(made, event))
+        found[event] = told(made.train)
+    reset()
+    samples = EVALUATED[: 2 if is_last else None]
+    found["fewer samples"] = told(lambda: trainer(folder, split).evaluate(samples))
+    return found
 
 
 def reset() -> None:
@@ -355,6 +390,7 @@ def run(folder: Path) -> None:
     for event, decision in DECISIONS:
         reset()
         found["decided"].append(decided(trainer(folder, split), event, decision))
+    found["different"] = different(folder, split)
     reset()
     found["one group"] = routed(folder, split)
     found["measured"] = measured(split)
