@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmburst_ops.fragments import CHUNK
 from bmburst_ops.linear.spans import Spans
-from bmburst_ops.linear.tiles import COLUMNS, SCRATCH, WIDE, shared_memory
+from bmburst_ops.linear.tiles import COLUMNS, kernel_sizes
 
 _MOST_STAGES = 3  # loads of so many chunks in flight, if shared memory holds them
 
@@ -39,7 +38,7 @@ def summarize(
     blocks = triton.cdiv(value_dim, COLUMNS) + triton.cdiv(key_dim, COLUMNS)
     _summary_kernel[len(spans.begins) * heads, blocks](
         *(keys, written, values, sums, transitions, states, *spans[:2], of_matrices.ends),
-        **_sizes(keys, values, tiles=2),
+        **kernel_sizes(keys, values, tiles=2, narrow=1, stages=_MOST_STAGES),
     )
     return transitions, states
 
@@ -70,22 +69,9 @@ def start_gradients(
     states = sums.new_empty(len(spans.begins), heads, keys.shape[3], value_dim)
     _start_gradient_kernel[len(spans.begins) * heads, triton.cdiv(value_dim, COLUMNS)](
         *(queries, keys, written, grad_out, grad_values, sums, states, *spans[:2], scale),
-        **_sizes(keys, grad_out, tiles=3),
+        **kernel_sizes(keys, grad_out, tiles=3, narrow=2, stages=_MOST_STAGES),
     )
     return states
-
-
-def _sizes(keys: Tensor, values: Tensor, tiles: int) -> dict[str, int]:
-    """Return the constants of a kernel that loads `tiles` times the keys of a chunk, and about as often the values."""
-    key_dim = keys.shape[3]
-    block_key = max(16, triton.next_power_of_2(key_dim))
-    chunk = CHUNK * keys.element_size() * (tiles * block_key + (tiles - 1) * COLUMNS)
-    stages = (shared_memory(keys.device) - SCRATCH) // chunk
-    return {
-        **{"heads": values.shape[2], "key_heads": keys.shape[2], "key_dim": key_dim, "value_dim": values.shape[3]},
-        **{"chunk": CHUNK, "block_key": block_key, "block_columns": COLUMNS},
-        **{"num_warps": 4 if block_key <= WIDE else 8, "num_stages": max(1, min(_MOST_STAGES, stages))},
-    }
 
 
 @triton.jit
