@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bmburst.linear.call import ScanCall
+from bmburst_ops.linear.fold import fold
 from bmburst_ops.linear.kernel import Inputs
 from bmburst_ops.linear.paths import Path, Paths
 
@@ -53,7 +54,7 @@ def fold_forward(call: ScanCall, inputs: Inputs, summaries: Tensor, initial: Ten
     transitions, ends = call.recurrence.summary_views(inputs, hops.out(summaries).flatten(0, 2))
     transitions = transitions.contiguous()  # a copy: it is kept for backward, without U
     firsts = None if initial is None else hops.own_heads(initial.to(ends.dtype))
-    states = call.kernel.fold(call.recurrence, transitions, ends, link_paths(call, backward=False), firsts)
+    states = fold(call.recurrence, transitions, ends, link_paths(call, backward=False), firsts)
     return Folded(*hops.back(states, call.pieces.waiting, call.places(ends.device).waiting), transitions)
 
 
@@ -82,7 +83,7 @@ def fold_backward(
     if call.chain.has_final:
         arrived, firsts = arrived[:, :-1], arrived[:, -1].sum(0)
     paths = link_paths(call, backward=True)
-    states = call.kernel.fold(call.recurrence, transitions, arrived.flatten(0, 2), paths, firsts, backward=True)
+    states = fold(call.recurrence, transitions, arrived.flatten(0, 2), paths, firsts, backward=True)
     ends, initial = hops.back(states, call.pieces.exporting, call.places(states.device).exporting)
     return ends, None if initial is None else initial * call.is_first
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.fragments import fragment_tokens
-from bmburst_ops.linear.fla_kinds import KINDS, NAME, fold
+from bmburst_ops.linear.fla_kinds import KINDS, NAME
 from bmburst_ops.linear.fla_scan import FlaScan
 from bmburst_ops.linear.fla_tuning import HOPPER
 from bmburst_ops.linear.kernel import Inputs, Pieces, Recurrence
@@ -69,8 +69,6 @@ class FlaKernel:
         processors = torch.cuda.get_device_properties(inputs[0].device).multi_processor_count
         tokens = fragment_tokens(recurrence.kind, pieces.edges[-1], heads, value_dim, processors)
         return FlaScan(recurrence, inputs, pieces, tokens, kept)
-
-    fold = staticmethod(fold)
 
 
 @cache

@@ -15,9 +15,7 @@ from torch import Tensor
 from bmburst_ops.fragments import CHUNK
 from bmburst_ops.fused import import_package
 from bmburst_ops.linear.fla_tuning import restrict_tuning
-from bmburst_ops.linear.fold import fold as fold_in_torch
 from bmburst_ops.linear.kernel import Inputs, Recurrence
-from bmburst_ops.linear.paths import Paths
 from bmburst_ops.linear.spans import Fragments, Spans
 
 NAME = "fla"
@@ -256,25 +254,6 @@ class Decay(_Normalized):
         return *self.before_norms(dq, dk), dv, dg
 
 
-def fold(
-    recurrence: Recurrence,
-    transitions: Tensor,
-    ends: Tensor,
-    paths: Paths,
-    firsts: Tensor | None = None,
-    *,
-    backward: bool = False,
-    out: Tensor | None = None,
-    products: Tensor | None = None,
-) -> Tensor:
-    """See `bmburst_ops.linear.fold.fold`. It is one kernel where M is a number."""
-    given = transitions, ends, paths, firsts
-    if recurrence.is_delta:
-        return fold_in_torch(recurrence, *given, backward=backward, out=out, products=products)
-    found: Tensor = fla_functions().fold(*given, out=out, products=products)
-    return found
-
-
 KINDS: dict[str, type[Kind]] = {"gated_delta": GatedDelta, "kda": KDA, "decay": Decay}
 
 
@@ -294,7 +273,6 @@ def fla_functions() -> SimpleNamespace:
         cumsum=module("ops.utils").chunk_local_cumsum,
         decay=import_package("bmburst_ops.linear.triton_decay", NAME),
         delta=import_package("bmburst_ops.linear.triton_gated_delta", NAME),
-        fold=import_package("bmburst_ops.linear.triton_fold", NAME).fold,
         fwd_h=delta_h.chunk_gated_delta_rule_fwd_h,
         kda_bwd_dav=kda_bwd.chunk_kda_bwd_dAv,
         kda_bwd_dqkg=kda_bwd.chunk_kda_bwd_wy_dqkg_fused,

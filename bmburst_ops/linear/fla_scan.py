@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.fragments import fragments
-from bmburst_ops.linear.fla_kinds import KINDS, Kind, fold
+from bmburst_ops.linear.fla_kinds import KINDS, Kind
+from bmburst_ops.linear.fold import fold
 from bmburst_ops.linear.kernel import Inputs, Pieces, Recurrence, Slots
 from bmburst_ops.linear.paths import Paths, paths_after, paths_between
 from bmburst_ops.linear.spans import Spans, all_fragments, chosen_spans, numbers_on

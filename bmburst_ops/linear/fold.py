@@ -1,7 +1,8 @@
-"""Folds of summaries on one device, in plain torch: the states that paths store. See `bmburst_ops.linear.paths`."""
+"""Folds of summaries on one device: the states that paths store. See `bmburst_ops.linear.paths`."""
 
 from torch import Tensor
 
+from bmburst_ops.fused import triton_twin
 from bmburst_ops.linear.kernel import Recurrence
 from bmburst_ops.linear.paths import Paths
 
@@ -29,6 +30,10 @@ def fold(
         out: Memory of the result.
         products: Memory `[places, heads, ...]` for M of whole paths, where the state after them is stored.
     """
+    kernels = triton_twin("linear.triton_fold", transitions, ends) if recurrence.kind == "decay" else None
+    if kernels is not None:
+        in_one: Tensor = kernels.fold(transitions, ends, paths, firsts, out=out, products=products)
+        return in_one
     found = paths.memory(ends, *ends.shape[1:]) if out is None else out
     for path in paths.each:
         state = None if firsts is None or path.first < 0 else firsts[path.first]  # None is zero

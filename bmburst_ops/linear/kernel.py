@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.fragments import DELTA_KINDS
-from bmburst_ops.linear.paths import Paths
 from bmburst_ops.merge import accumulation_dtype
 
 EPSILON = 1e-6
@@ -187,19 +186,6 @@ class LinearKernel(Protocol):
             pieces: The pieces of the flat batch.
             kept: In backward, what `PreparedScan.kept` returned after the forward pass.
         """
-        ...
-
-    def fold(
-        self,
-        recurrence: Recurrence,
-        transitions: Tensor,
-        ends: Tensor,
-        paths: Paths,
-        firsts: Tensor | None = None,
-        *,
-        backward: bool = False,
-    ) -> Tensor:
-        """See `bmburst_ops.linear.fold.fold`."""
         ...
 
 

@@ -7,7 +7,6 @@ hold the states of all tokens.
 import torch
 from torch import Tensor
 
-from bmburst_ops.linear.fold import fold
 from bmburst_ops.linear.kernel import EPSILON, Inputs, Pieces, Recurrence, Slots
 
 SEGMENT = 64
@@ -30,8 +29,6 @@ class ReferenceKernel:
         """See `LinearKernel.prepare`."""
         del kept
         return ReferenceScan(recurrence, inputs, pieces)
-
-    fold = staticmethod(fold)
 
 
 class ReferenceScan:

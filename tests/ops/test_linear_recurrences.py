@@ -19,7 +19,6 @@ from bmburst_ops.linear import (
     fla_kinds,
     select_kernel,
     triton_decay,
-    triton_fold,
     triton_gated_delta,
 )
 from bmburst_ops.linear.fla import FlaKernel, unusable
@@ -80,9 +79,7 @@ def low(recurrence, given, device):
 @pytest.mark.parametrize("kind", ["gated_delta", "decay"])
 def test_fragments_by_own_kernels(kind, monkeypatch):
     """On a CPU they run in Triton's interpreter. fla, which divides by norms, is not needed here."""
-    own = SimpleNamespace(
-        delta=triton_gated_delta, decay=triton_decay, fold=triton_fold.fold, norm_fwd=lambda t: (t, None)
-    )
+    own = SimpleNamespace(delta=triton_gated_delta, decay=triton_decay, norm_fwd=lambda t: (t, None))
     monkeypatch.setattr(fla_kinds, "fla_functions", lambda: own)
     given, *rest = inputs(kind, 0.05)
     given = *(torch.nn.functional.normalize(t, dim=-1) for t in given[:2]), *given[2:]
