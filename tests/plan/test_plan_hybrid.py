@@ -157,8 +157,8 @@ def test_a_step_is_that_of_a_formula():
             hardware.matmul_seconds(8.0 * model.active * rows, rows) / hardware.matmul_sustained
         )
         assert step.memory["weights, gradients, AdamW"] == 16 * 22016 / gpus
-        # Inputs, attention, the recurrence with a row of the inverse of its chunk and four numbers in fp32; states and M
-        # of fragments and links, each 4 heads of 8 x 8 in fp32.
+        # Inputs, attention, the recurrence with a row of the inverse of its chunk and four numbers in fp32; states and
+        # M of fragments and links, each 4 heads of 8 x 8 in fp32.
         pieces = 3 * (1 if gpus == 1 else 2)
         edges, ends = tuple(range(0, rows + 1, rows // pieces)), tuple(range(pieces)) if gpus > 1 else ()
         plan = make_plan(Pieces(edges, (), ends, ends), fragment_tokens("gated_delta", rows, 4, 8, 132))
