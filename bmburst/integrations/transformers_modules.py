@@ -70,16 +70,8 @@ class Modules:
 
     def hooks(self) -> list[Callable[..., Any]]:
         """Return what is called before and after the modules, forward and backward, also what torch calls for all."""
-        hooked = [
-            own
-            for own in self._own.values()
-            if own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-        ]
-        held = (*_OF_ALL, *(own[name] for own in hooked for name in _OF_ONE))
-        return [hook for hooks in held for hook in hooks.values()]
+        held = [own[name] for own in self._own.values() for name in _OF_ONE if own[name]]
+        return [hook for hooks in (*_OF_ALL, *held) for hook in hooks.values()]
 
     def weights(self) -> list[Any]:
         """Return the parameters of all modules; None where a module has none of a name."""
