@@ -37,16 +37,17 @@ def fold(
     found = paths.memory(ends, *ends.shape[1:]) if out is None else out
     for path in paths.each:
         state = None if firsts is None or path.first < 0 else firsts[path.first]  # None is zero
-        product = None
-        for row, place in zip(path.rows, path.before, strict=True):
-            if place >= 0:
-                found[place] = 0.0 if state is None else state
-            m, u = transitions[row], ends[row]
-            state = u if state is None else recurrence.advance(m, state, u, backward=backward)
+        product, places = None, (*path.before, path.after)
+        if places[0] >= 0:
+            found[places[0]] = 0.0 if state is None else state
+        for row, place in zip(path.rows, places[1:], strict=True):
+            m, u, memory = transitions[row], ends[row], None if place < 0 else found[place]
+            if state is None:
+                state = u if memory is None else memory.copy_(u)
+            else:
+                state = recurrence.advance(m, state, u, memory, backward=backward)
             if products is not None:
                 product = m if product is None else recurrence.act(m, product)
-        if path.after >= 0:
-            found[path.after] = 0.0 if state is None else state
         if products is not None and product is not None:
             products[path.after] = product
     return found

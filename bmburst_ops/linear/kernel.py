@@ -110,19 +110,22 @@ class Recurrence:
         with _without_tf32(state):
             return transition @ state
 
-    def advance(self, transition: Tensor, state: Tensor, added: Tensor, *, backward: bool) -> Tensor:
-        """Return `M S + U`, in backward `M^T S + U`, by one operation.
+    def advance(
+        self, transition: Tensor, state: Tensor, added: Tensor, out: Tensor | None = None, *, backward: bool
+    ) -> Tensor:
+        """Return `M S + U`, in backward `M^T S + U`, by one operation, in `out` if it is given.
 
         Args:
             transition: M, `[heads, ...]`.
             state: S, or in backward the gradient of the state after the tokens.
             added: U.
+            out: Memory of the result, which is no other argument's.
             backward: See above.
         """
         if not self.is_delta:
-            return torch.addcmul(added, transition, state)
+            return torch.addcmul(added, transition, state, out=out)
         with _without_tf32(state):
-            return torch.baddbmm(added, transition.mT if backward else transition, state)
+            return torch.baddbmm(added, transition.mT if backward else transition, state, out=out)
 
 
 class Slots(NamedTuple):
@@ -191,7 +194,7 @@ class LinearKernel(Protocol):
 
 @contextmanager
 def _without_tf32(tensor: Tensor) -> Iterator[None]:
-    """Return a context in which matrix products are exact: an error of a state reaches all later tokens."""
+    """Return a context in which matrix products are not in TF32: an error of a state reaches all later tokens."""
     if not tensor.is_cuda:
         yield
         return

@@ -70,7 +70,8 @@ def paths_between(edges: Sequence[int], given: Sequence[int], *, backward: bool)
     """
     first = {piece: number for number, piece in enumerate(given)}
     orders = (_order(edges, piece, backward) for piece in range(len(edges) - 1))
-    return Paths(tuple(Path(rows, rows, first=first.get(i, -1)) for i, rows in enumerate(orders)), edges[-1])
+    paths = (Path(rows[:-1], rows[:-1], after=rows[-1], first=first.get(i, -1)) for i, rows in enumerate(orders))
+    return Paths(tuple(paths), edges[-1])
 
 
 def paths_after(
