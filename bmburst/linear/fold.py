@@ -9,7 +9,6 @@ it was folded. Bytes depend on heads and links, not on tokens. There are two way
   links. Heads are independent of each other. It receives about 1/ranks of the bytes, and keeps as much less of M.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -55,7 +54,7 @@ def fold_forward(call: ScanCall, inputs: Inputs, summaries: Tensor, initial: Ten
     transitions = transitions.contiguous()  # a copy: it is kept for backward, without U
     firsts = None if initial is None else hops.own_heads(initial.to(ends.dtype))
     states = fold(call.recurrence, transitions, ends, link_paths(call, backward=False), firsts)
-    return Folded(*hops.back(states, call.pieces.waiting, call.places(ends.device).waiting), transitions)
+    return Folded(*hops.back(states, backward=False), transitions)
 
 
 def fold_backward(
@@ -84,7 +83,7 @@ def fold_backward(
         arrived, firsts = arrived[:, :-1], arrived[:, -1].sum(0)
     paths = link_paths(call, backward=True)
     states = fold(call.recurrence, transitions, arrived.flatten(0, 2), paths, firsts, backward=True)
-    ends, initial = hops.back(states, call.pieces.exporting, call.places(states.device).exporting)
+    ends, initial = hops.back(states, backward=True)
     return ends, None if initial is None else initial * call.is_first
 
 
@@ -102,16 +101,18 @@ def link_paths(call: ScanCall, *, backward: bool) -> Paths:
     own = [rows[call.own[number].link] + call.own[number].sample for number in numbers]
     places = range(chain.size * chain.slots * samples) if call.hops == 2 else own
     place_of = {row: place for place, row in enumerate(places)}
-    exports = [tuple(chain.exports(link, sample) for sample in range(samples)) for link in range(len(rows))]
+    links = range(len(rows))
+    exports = [tuple(chain.exports(link, sample) for sample in range(samples)) for link in links]
+    passing = [chain.passing(link) for link in links]
     enters, leaves = (exports, chain.continues) if backward else (chain.continues, exports)
-    is_given, is_used = (chain.has_final, call.has_initial)[:: 1 if backward else -1]
+    is_given, is_used = (chain.has_final, call.has_initial) if backward else (call.has_initial, chain.has_final)
     found = list[Path]()
     for sample in range(samples):
         path = Path((), (), first=sample if is_given else -1)
-        for link in range(len(rows))[:: -1 if backward else 1]:
+        for link in reversed(links) if backward else links:
             row = rows[link] + sample
             place = place_of.get(row, -1) if enters[link][sample] else -1
-            if not chain.passing(link)[sample]:
+            if not passing[link][sample]:
                 found.append(path._replace(after=place))
                 path, place = Path((), ()), -1
             if leaves[link][sample]:
@@ -142,15 +143,15 @@ class _Hops:
         (arrived,) = self._comm.all_to_all(self._by_share(slots, 2).movedim(2, 0)).wait()
         return arrived
 
-    def back(self, states: Tensor, pieces: Sequence[int], places: Tensor) -> tuple[Tensor, Tensor | None]:
+    def back(self, states: Tensor, *, backward: bool) -> tuple[Tensor, Tensor | None]:
         """Return the states of this rank's pieces, `[pieces, heads, ...]`, and those of samples that follow, or None.
 
         Args:
             states: What a fold by `link_paths` stored.
-            pieces: Numbers of the pieces.
-            places: Where they lie in this rank's slots.
+            backward: Whether the pieces are the exporting ones. Otherwise they are the waiting ones.
         """
-        samples = len(self._chain.starts)
+        samples, own = len(self._chain.starts), self._call.pieces
+        pieces = own.exporting if backward else own.waiting
         count = len(pieces) if self._call.hops == 1 else self._chain.size * self._chain.slots * samples
         further = states[count:] if len(states) > count else None
         if self._call.hops == 1:
@@ -160,6 +161,8 @@ class _Hops:
             slots = torch.cat([slots, further.expand(self._chain.size, 1, *further.shape)], 1)
         (arrived,) = self._comm.all_to_all(slots).wait()
         slots = arrived.movedim(0, 2).flatten(2, 3)[:, :, : self._heads]  # of [ranks of heads, slots, samples, share]
+        on_device = self._call.places(states.device)
+        places = on_device.exporting if backward else on_device.waiting
         return slots.flatten(0, 1).index_select(0, places), None if further is None else slots[-1]
 
     def own_heads(self, state: Tensor) -> Tensor:
