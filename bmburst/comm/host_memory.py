@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst_ops.square_sums import square_sums
+
 _TOUCHING = 16  # threads, at most: more of them wait for each other in the kernel
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux, which Python does not name
 _BUFFERS = 2
@@ -163,8 +165,8 @@ class HostShard:
         device: The GPU of the parameter and of its copies.
         weights: The weights in host memory.
         version: Counts changes of `weights`.
-        pieces: Parts of the gradient that have a norm each; by default all of it is one part.
-        norms: Euclidean norms of these parts of this rank's gradient, fp32 or wider on `device`; valid after `left`.
+        pieces: Parts of the gradient that have a sum of squares each; by default all of it is one part.
+        squares: Sums of squares of these parts of this rank's gradient, fp64 on `device`; valid after `left`.
         left: The event after the copy of the gradient to host memory.
     """
 
@@ -177,7 +179,7 @@ class HostShard:
         if is_written:
             self.weights.copy_(parameter.data)
         self.pieces: tuple[slice, ...] = (slice(None),)
-        self.norms: Tensor | None = None
+        self.squares: Tensor | None = None
         self._gradient: Tensor | None = None
         self.left: Any = None
         self._update: Future[None] | None = None
@@ -201,22 +203,21 @@ class HostShard:
         if self.left is not None:
             self.left.synchronize()
 
-    def norms_on(self, stream: Any) -> Tensor:
-        """Return `norms` for use on a stream, which waits for them; zeros before the first backward."""
-        if self.norms is None:
-            return torch.zeros(len(self.pieces), device=self.device)
+    def squares_on(self, stream: Any) -> Tensor:
+        """Return `squares` for use on a stream, which waits for them; zeros before the first backward."""
+        if self.squares is None:
+            return torch.zeros(len(self.pieces), dtype=torch.float64, device=self.device)
         stream.wait_event(self.left)
-        return self.norms
+        return self.squares
 
     def receive(self, gradient: Tensor, stream: Any) -> Any:
-        """Copy the gradient to host memory on a stream and compute its norms; return the event after both."""
+        """Copy the gradient to host memory on a stream and add its squares; return the event after both."""
         if self._gradient is None:
             self._gradient = self._memory.tensor(gradient)
         self.left = torch.cuda.Event()
         with torch.cuda.stream(stream):
             self._gradient.copy_(gradient, non_blocking=True)
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            self.norms = torch.stack([torch.linalg.vector_norm(gradient[at], dtype=wide) for at in self.pieces])
+            self.squares = square_sums([gradient[at] for at in self.pieces])
             self.left.record(stream)
         self.parameter.grad = self._gradient
         return self.left

@@ -44,7 +44,7 @@ class GradientNorms:
     def square_sums(self, device: torch.device) -> Tensor:
         """Return the sums of squares, fp64 `[kinds]` on a device. Sums of a tensor are fp32 or wider.
 
-        Call it after backward; gradients in host memory have their norms from the device.
+        Call it after backward; those of gradients in host memory were added on the device.
         """
         if not self._belongs.numel():
             return torch.zeros(len(self.kinds), dtype=torch.float64, device=device)
@@ -53,7 +53,7 @@ class GradientNorms:
         pairs = zip(self._shards, gradients, strict=True)
         given = [shard.local(gradient) for shard, gradient in pairs if gradient is not None]
         squares = [square_sums(given)] if given else []
-        squares += [kept.norms_on(torch.cuda.current_stream()).double().square() for kept in self._hosted]
+        squares += [kept.squares_on(torch.cuda.current_stream()) for kept in self._hosted]
         self._belongs = self._belongs.to(device)
         belongs = self._belongs if all(has) else self._belongs[:, has]
         # A product, because an addition by index has no fixed order on a GPU.
