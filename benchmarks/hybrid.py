@@ -8,7 +8,7 @@ does not hide the layers. The methods take turns on the same weights, which stay
 
 - ours: recurrent layers and attention over the ranks by bmburst
 - fla-cp: the same, but recurrences and convolutions by fla's own context parallelism
-- ringmaster: axolotl-ringmaster's context parallelism, with SDPA in attention, and the model's own loss
+- ringmaster: axolotl-ringmaster's context parallelism, with `--inner-attention`, and the model's own loss
 - unsplit: every rank trains its own sequence of tokens / ranks
 
 `s if splitting were free` is the step of unsplit, with attention on a rank's share of the whole sequence in place of
@@ -46,6 +46,7 @@ from bmburst.integrations import transformers_recurrent
 from bmburst.integrations.transformers import NAME, SplitSequences, register
 
 METHODS = ("ours", "fla-cp", "ringmaster", "unsplit")
+_Maker = Callable[[Training, Tensor, RankGroup], Callable[[], float]]
 SECONDS = 120.0  # of all rounds of a length
 _SMALL: Mapping[str, int] = MappingProxyType({
     **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
@@ -61,6 +62,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add("--methods", default=",".join(METHODS), help="methods, separated by commas (default: all)")
     add("--recompute", default="block-keep-attention", help="policy (default: block-keep-attention)")
     add("--compile", action="store_true", help="compile norms and activations")
+    add("--inner-attention", default="sdpa", help="transformers' attention in ringmaster (default: sdpa)")
     add("--repeats", type=int, default=5, help="measured rounds (default: 5)")
     add("--small", action="store_true", help="narrow layers, also on a CPU")
 
@@ -77,18 +79,22 @@ def _measure(options: argparse.Namespace) -> Measured:
     if options.compile:
         training.compile()
     facts = {"parameters": training.num_weights, "layers": options.layers, "recompute": options.recompute}
-    facts |= {"kinds": config.layer_types, "compiled": options.compile}
-    return facts, (row for length in lengths for row in _rows(training, methods, length, group, options.repeats))
+    facts |= {"kinds": config.layer_types, "compiled": options.compile, "inner_attention": options.inner_attention}
+    functions: list[_Maker] = [_ours, _fla, partial(_ringmaster, inner=options.inner_attention), _unsplit]
+    makers = {method: maker for method, maker in zip(METHODS, functions, strict=True) if method in methods}
+    return facts, (row for length in lengths for row in _rows(training, makers, length, group, options.repeats))
 
 
-def _rows(training: Training, methods: list[str], length: int, group: RankGroup, repeats: int) -> Iterator[Row]:
+def _rows(
+    training: Training, makers: Mapping[str, _Maker], length: int, group: RankGroup, repeats: int
+) -> Iterator[Row]:
     """Yield a row for each method at a length: first those that cannot run, then those that took turns."""
     config = training.model.config
     ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     steps: dict[str, _Step] = {}
-    for method in methods:
+    for method, maker in makers.items():
         try:
-            step = _Step(_STEPS[method](training, ids, group), group)
+            step = _Step(maker(training, ids, group), group)
             step()  # compiles kernels
             steps[method] = step
         except torch.OutOfMemoryError as error:  # all ranks need the same memory
@@ -157,15 +163,15 @@ def _fla(training: Training, ids: Tensor, group: RankGroup) -> Callable[[], floa
     return step
 
 
-def _ringmaster(training: Training, ids: Tensor, group: RankGroup) -> Callable[[], float]:
-    """Return a step with axolotl-ringmaster, as in its README."""
+def _ringmaster(training: Training, ids: Tensor, group: RankGroup, *, inner: str) -> Callable[[], float]:
+    """Return a step with axolotl-ringmaster, as in its README, with an attention of transformers."""
     package, model = import_module("ringmaster"), training.model
     region = import_module("ringmaster.adapters.raw").context_parallel_region
     runtime = package.setup(
         package.RingmasterConfig(size=group.size),
         num_kv_heads=model.config.num_key_value_heads,
         device_type=group.device.type,
-        inner_attn="sdpa",
+        inner_attn=inner,
     )
     package.wire_recurrent_layers(model).restore()  # refuses what it does not know
     whole = ids.to(group.device)
@@ -186,9 +192,6 @@ def _ringmaster(training: Training, ids: Tensor, group: RankGroup) -> Callable[[
     return step
 
 
-_STEPS = MappingProxyType(dict(zip(METHODS, (_ours, _fla, _ringmaster, _unsplit), strict=True)))
-
-
 def _attention(config: PreTrainedConfig, length: int, group: RankGroup) -> float:
     """Return the seconds of attention in all layers for a rank's share of a sequence, less those of unsplit."""
     is_cuda = group.device.type == "cuda"
@@ -207,10 +210,11 @@ def _attention(config: PreTrainedConfig, length: int, group: RankGroup) -> float
 
 def table(record: Mapping[str, Any]) -> str:
     """Return a record as Markdown."""
+    inner = record.get("inner_attention") if any(row["method"] == "ringmaster" for row in record["rows"]) else None
     title = (
         f"{record['parameters'] / 1e9:.2f}B parameters, {record['layers']} layers, every fourth with attention, "
         f"{record['machine']['ranks']} x {record['machine']['device']}, recompute {record['recompute']}"
-        f"{', compiled' * record.get('compiled', False)}:"
+        f"{', compiled' * record.get('compiled', False)}{f', ringmaster over {inner}' if inner else ''}:"
     )
     ours = {row["tokens"]: row["seconds"] for row in record["rows"] if row["method"] == "ours" and "seconds" in row}
     lines, reasons = [], []
