@@ -231,9 +231,7 @@ def measure_accuracy(method: Method, cell: Cell, setting: Setting) -> dict[str, 
 def relative_errors(found: Sequence[Tensor], expected: Sequence[Tensor], group: RankGroup) -> list[float]:
     """Return the relative error (L2) of each tensor over all ranks; every rank calls it."""
     pairs = zip(found, expected, strict=True)
-    squares = torch.stack(
-        [torch.stack(((a.double() - b).square().sum(), b.square().sum())) for a, b in pairs]
-    )  # [4, 2]
+    squares = torch.stack([torch.stack(((a.double() - b).square().sum(), b.square().sum())) for a, b in pairs])
     return [math.sqrt(wrong / right) for wrong, right in group.all_reduce(squares).tolist()]
 
 

@@ -202,9 +202,8 @@ def bound(cell: TrainCell, rates: Rates) -> Bound:
     """Return the bound of a cell's step, with its FLOPs divided evenly over the ranks."""
     model = cell.model
     attention = cell.batch * model.num_layers * attention_flops(model, cell.tokens) * (1 + ATTENTION_BACKWARD)
-    products = (
-        6.0 * multiplied(model) * cell.tokens * cell.batch
-    )  # 2 N each: forward, gradient of inputs, gradient of weights
+    # 2 N each: forward, gradient of inputs, gradient of weights
+    products = 6.0 * multiplied(model) * cell.tokens * cell.batch
     return Bound(attention=attention / rates.attention / cell.ranks, matmul=products / rates.matmul / cell.ranks)
 
 

@@ -62,12 +62,12 @@ class _RecomputedBlock(torch.autograd.Function):
         rest = iter(ctx.saved_tensors)
         parameters, saved = (tuple(islice(rest, count)) for count in ctx.counts)
         if ctx.segment:
-            saved = (ctx.segment.take_input(done),)
-        if not ctx.segment:
+            hidden = ctx.segment.take_input(done)
+        else:
             done.begin_fetch(ahead=True)
-        hidden = saved[0] if saved else done.fetch()
-        if done.tape and not ctx.segment:
-            done.tape.hold(rest)
+            hidden = saved[0] if saved else done.fetch()
+            if done.tape:
+                done.tape.hold(rest)
         tape, done.again = done.again, None
         with done.recomputation:
             work = BlockWork(done.block, hidden, done.batch)

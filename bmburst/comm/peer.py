@@ -98,6 +98,8 @@ class PeerCommunicator:
     def __init__(self, inner: Communicator, device: torch.device, host: str | None = None) -> None:
         self._inner, self._device = inner, device
         self.rank, self.size = inner.rank, inner.size
+        self.all_to_all, self.all_gather = inner.all_to_all, inner.all_gather
+        self.reduce_scatter, self.all_reduce = inner.reduce_scatter, inner.all_reduce
         _require_one_host(inner, host or host_identity())
         self._words = SharedMemory(inner, LANES * len(_KINDS) * self.size * _WORD, device)
         *streams, self._local = (torch.cuda.Stream(device, priority=FIRST) for _ in range(LANES + 1))
@@ -190,22 +192,6 @@ class PeerCommunicator:
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `BlockMover.ring`."""
         return ring_by_pull(self, tensors, shift)
-
-    def all_to_all(self, tensor: Tensor) -> Transfer:
-        """See `Communicator.all_to_all`."""
-        return self._inner.all_to_all(tensor)
-
-    def all_gather(self, tensor: Tensor) -> Transfer:
-        """See `Communicator.all_gather`."""
-        return self._inner.all_gather(tensor)
-
-    def reduce_scatter(self, tensor: Tensor) -> Transfer:
-        """See `Communicator.reduce_scatter`."""
-        return self._inner.reduce_scatter(tensor)
-
-    def all_reduce(self, tensor: Tensor) -> Transfer:
-        """See `Communicator.all_reduce`."""
-        return self._inner.all_reduce(tensor)
 
     def release(self) -> None:
         """Free the outboxes and inboxes; the next calls allocate new ones. Every rank must call it.

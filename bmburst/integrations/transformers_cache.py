@@ -29,10 +29,11 @@ from bmburst.integrations.releases import LONGROPE, READ, require_release
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_attention import NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer, StateAndSplitLayer, StateLayer, no_beams
+from bmburst.integrations.transformers_code import CACHES
 from bmburst.integrations.transformers_latent import LatentLayer, caches_latents
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_modules import Modules, models_in
-from bmburst.integrations.transformers_recurrent import CACHES, mixers, number_layers
+from bmburst.integrations.transformers_recurrent import mixers, number_layers
 from bmburst.integrations.transformers_rotary import by_length, one_length, own_frequencies
 from bmburst.integrations.transformers_steps import Streamer, Together, cache_argument, split_steps, takes_positions
 from bmburst.integrations.transformers_weights import EqualWeights

@@ -239,18 +239,12 @@ class StateAndSplitLayer(LinearAttentionLayer, SplitLayer):  # type: ignore[misc
         else:
             LinearAttentionLayer.lazy_initialization(self, **of_recurrence)
 
-    def crop(self, max_length: int) -> None:
-        """See `SplitLayer`."""
-        SplitLayer.crop(self, max_length)
+    crop, reorder_cache = SplitLayer.crop, SplitLayer.reorder_cache
 
     def reset(self) -> None:
         """Drop all tokens, and set the states to zero."""
         SplitLayer.reset(self)
         LinearAttentionLayer.reset(self)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:  # noqa: ARG002
-        """Refuse beam search."""
-        raise no_beams()
 
 
 def no_beams() -> UserError:

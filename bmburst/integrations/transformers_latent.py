@@ -12,8 +12,6 @@ linear in the latent, so each rank attends with queries in the space of the late
 (arXiv:2405.04434, section 2.1.2).
 """
 
-import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -27,7 +25,7 @@ from bmburst.attention.call import AttentionCall
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME, Near, NotSplit
 from bmburst.integrations.transformers_cache_layers import Relay, SplitLayer
-from bmburst.integrations.transformers_recurrent import module_of
+from bmburst.integrations.transformers_code import module_of, parameters, unchanged_modules
 from bmburst_ops.flash import Partial
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -58,13 +56,9 @@ def caches_latents(config: Any) -> bool:
 
 def attach_latents(model_class: type) -> None:
     """Let the attention of a model's module leave its latents to bmburst. Further calls have no effect."""
-    for path in {cls.__module__ for cls in model_class.__mro__} & READ:
-        module: Any = sys.modules[path]
-        if getattr(module, _MARK, False):
-            continue
-        setattr(module, _MARK, True)
+    for _, module in unchanged_modules(model_class, READ, _MARK):
         for layer in {each for each in vars(module).values() if isinstance(each, type) and _METHOD in vars(each)}:
-            if tuple(inspect.signature(getattr(layer, _METHOD)).parameters) == _PARAMETERS:
+            if parameters(getattr(layer, _METHOD)) == _PARAMETERS:
                 setattr(layer, _METHOD, _expanding(layer, getattr(layer, _METHOD)))
 
 

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from bmburst.integrations.transformers_attention import NAME, Near, SequenceMask, attention
-from bmburst.integrations.transformers_recurrent import module_of, one_cache_name
+from bmburst.integrations.transformers_code import (
+    module_of,
+    modules_of,
+    one_cache_name,
+    parameters,
+    unchanged_modules,
+)
 
 _MARK = "splits_attention"
 _LLAMA4, _FALCON = module_of("llama4"), module_of("falcon")
@@ -43,15 +49,15 @@ _FORWARD = {
 
 
 def calls_registry(model: torch.nn.Module) -> bool:
-    """Return whether a model's own module is in `READ`. FSDP2 replaces a model's class by a subclass of its own."""
-    return any(cls.__module__ in READ for cls in type(model).__mro__)
+    """Return whether a model's own module is in `READ`."""
+    return not READ.isdisjoint(modules_of(type(model)))
 
 
 def changed_attention(model: torch.nn.Module) -> str | None:
     """Return which layer of a model's module has not the parameters that were read; None: all have."""
-    for path in _paths(type(model)):
+    for path in modules_of(type(model)) & _FORWARD.keys():
         name, wanted = _FORWARD[path]
-        found = tuple(inspect.signature(inspect.unwrap(getattr(sys.modules[path], name).forward)).parameters)
+        found = parameters(getattr(sys.modules[path], name).forward)
         if one_cache_name(found) != wanted:
             return f"{path}.{name}.forward takes {', '.join(found)}"
     return None
@@ -59,21 +65,13 @@ def changed_attention(model: torch.nn.Module) -> str | None:
 
 def attach_attention(model_class: type) -> None:
     """Change the attention layers of a model's module, if it is in `_FORWARD`. Further calls have no effect."""
-    for path in _paths(model_class):
-        module: Any = sys.modules[path]
-        if getattr(module, _MARK, False):
-            continue
-        setattr(module, _MARK, True)
+    for path, module in unchanged_modules(model_class, _FORWARD, _MARK):
         layer = getattr(module, _FORWARD[path][0])
         if path == _LLAMA4:
             layer.forward = _scaled_by_place(layer.forward)
             module.create_chunked_causal_mask = _chunked(module.create_chunked_causal_mask)
         else:
             module.FALCON_ATTENTION_CLASSES[NAME] = type(f"Split{layer.__name__}", (layer,), {"forward": _falcon})
-
-
-def _paths(model_class: type) -> set[str]:
-    return {cls.__module__ for cls in model_class.__mro__} & _FORWARD.keys()
 
 
 def _chunked(theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ read. docs/families.md lists the types.
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,6 +28,14 @@ from transformers.activations import ACT2FN
 
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import SequenceMask, require_known_arguments
+from bmburst.integrations.transformers_code import (
+    CACHES,
+    module_of,
+    modules_of,
+    one_cache_name,
+    parameters,
+    unchanged_modules,
+)
 from bmburst.integrations.transformers_modules import Modules
 from bmburst.integrations.transformers_states import SCOPE, Scope, opened
 from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_scan, burst_ssd
@@ -36,8 +44,6 @@ LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mlp", "
 """Types of layers in modules of `MIXERS`, besides those of attention."""
 
 _LAYOUTS = ("zigzag", "contiguous")
-CACHES = ("cache", "cache_params", "past_key_values")
-"""Names of a cache among the arguments of models and layers. Since transformers 5.24, all have the first one."""
 _MARK = "reads_split_batches"
 _MASKS = "create_recurrent_attention_mask"
 _FUSED = frozenset({"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"})
@@ -72,34 +78,28 @@ def mixers_of(modules: Modules) -> list[nn.Module]:
 
 def is_read(module: nn.Module) -> bool:
     """Return whether a model's own module is in `MIXERS`, so that all its layers were read."""
-    return any(cls.__module__ in MIXERS for cls in type(module).__mro__)
+    return not MIXERS.keys().isdisjoint(modules_of(type(module)))
 
 
 def unread(model_class: type) -> str | None:
     """Return which function of a model's module has not the signature that was read; None: all have."""
-    for path in {cls.__module__ for cls in model_class.__mro__} & MIXERS.keys():
+    for path in modules_of(model_class) & MIXERS.keys():
         module, mixer = sys.modules[path], MIXERS[path]
         for name in (*mixer.functions, *(_FUSED & vars(module).keys())):
-            if (found := _parameters(getattr(module, name, None))) != SIGNATURES[name]:
+            if (found := parameters(getattr(module, name, None))) != SIGNATURES[name]:
                 return f"{path}.{name} takes {', '.join(found) or 'nothing'}"
-        found = _parameters(getattr(module, mixer.name, nn.Module).forward)
+        found = parameters(getattr(module, mixer.name, nn.Module).forward)
         if one_cache_name(found) not in _FORWARD:
             return f"{path}.{mixer.name}.forward takes {', '.join(found)}"
     return None
 
 
-def one_cache_name(parameters: tuple[str, ...]) -> tuple[str, ...]:
-    """Return parameters of a function with the cache among them named "cache", as in the newest transformers."""
-    return tuple("cache" if name in CACHES else name for name in parameters)
-
-
 def attach(model_class: type) -> None:
     """Wrap the functions of a model's module, if it is in `MIXERS` and as it was read. Further calls have no effect."""
-    for path in {cls.__module__ for cls in model_class.__mro__} & MIXERS.keys():
-        module, mixer = sys.modules[path], MIXERS[path]
-        if getattr(module, _MARK, False) or unread(model_class) is not None:
-            continue
-        setattr(module, _MARK, True)
+    if unread(model_class) is not None:
+        return
+    for path, module in unchanged_modules(model_class, MIXERS, _MARK):
+        mixer = MIXERS[path]
         if hasattr(module, _MASKS):
             setattr(module, _MASKS, _passing_masks(getattr(module, _MASKS)))
         for name in (*mixer.functions, *(_FUSED & vars(module).keys())):
@@ -141,17 +141,12 @@ def keeps_states(model: nn.Module) -> bool:
 
     `SplitCache` keeps them, and the model is to make no cache of its own.
     """
-    return any(MIXERS.get(cls.__module__, _NONE).forward is not None for cls in type(model).__mro__)
+    return any(MIXERS[path].forward is not None for path in modules_of(type(model)) & MIXERS.keys())
 
 
 def _mixer_class(cls: type) -> type | None:
     """Return the class in `MIXERS` that a class is or derives from, as FSDP2's do; None if there is none."""
     return next((base for base in cls.__mro__ if MIXERS.get(base.__module__, _NONE).name == base.__name__), None)
-
-
-@lru_cache(maxsize=256)  # they are read in each call of a model; a function that replaces another is read anew
-def _parameters(function: Any) -> tuple[str, ...]:
-    return () if function is None else tuple(inspect.signature(inspect.unwrap(function)).parameters)
 
 
 def _passing_masks(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,8 +239,7 @@ def _conv(
     """`causal_conv1d_fn`: hidden is `[batch, channels, tokens]`."""
     require_known_arguments(asked)
     fused = "silu" if activation in ("silu", "swish") else None
-    options = scope.options() | {"initial_state": scope.tail()}
-    out = scope.convolved(burst_causal_conv(hidden.mT, weight, bias, activation=fused, **options)).mT
+    out = scope.convolved(burst_causal_conv(hidden.mT, weight, bias, activation=fused, **scope.of_convolution())).mT
     return out if fused or activation is None else ACT2FN[activation](out)
 
 
@@ -267,8 +261,7 @@ def _delta(
     """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`."""
     del chunk_size  # of a kernel; the result does not depend on it
     require_known_arguments(asked | {"initial_state": initial_state, "output_final_state": output_final_state})
-    options = scope.options() | {"kind": kind, "normalize": use_qk_l2norm_in_kernel}
-    options |= {"initial_state": scope.recurrent()}
+    options = scope.of_recurrence() | {"kind": kind, "normalize": use_qk_l2norm_in_kernel}
     return scope.scanned(burst_linear_attention(query, key, value, g, beta, **options)), None
 
 
@@ -291,8 +284,7 @@ def _ssd(
     """`mamba2_chunk_scan`."""
     del chunk_size
     require_known_arguments(asked | {"initial_states": initial_states})
-    options = scope.options() | {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    options |= {"initial_state": scope.recurrent()}
+    options = scope.of_recurrence() | {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     found = scope.scanned(burst_ssd(hidden, dt, A, B, C, **options))
     return (found, None) if return_final_states else found
 
@@ -321,7 +313,7 @@ def _selective(
     step = (functional.softplus(step) if delta_softplus else step).mT[..., None]  # [batch, tokens, channels, 1]
     decay = (step * A.to(wide)).exp()
     added = step * B.to(wide).mT[:, :, None] * hidden.to(wide).mT[..., None]
-    states = scope.scanned(burst_scan(decay, added, **scope.options(), initial_state=scope.recurrent()))
+    states = scope.scanned(burst_scan(decay, added, **scope.of_recurrence()))
     out = (states @ C.to(wide).mT[..., None])[..., 0].mT
     out = out if D is None else out + hidden * D[:, None]
     return (out if z is None else out * functional.silu(z)).to(hidden.dtype)
@@ -343,8 +335,8 @@ def _lightning(
     mixed = self.act_fn(self.qkv_proj(hidden_states)).unflatten(-1, (self.num_attention_heads, 3 * self.head_dim))
     q, k, v = mixed.split(self.head_dim, -1)
     decay = -self.slope_rate.flatten().expand(v.shape[:3])
-    options = scope.options() | {"initial_state": scope.recurrent()}
-    found = scope.scanned(burst_linear_attention(q, k, v, decay, kind="decay", scale=1.0, **options))
+    options = scope.of_recurrence() | {"kind": "decay", "scale": 1.0}
+    found = scope.scanned(burst_linear_attention(q, k, v, decay, **options))
     out = torch.sigmoid(self.output_gate(hidden_states)) * self.norm(found.flatten(2))
     return self.out_proj(out), None
 
@@ -363,17 +355,13 @@ def _griffin(
     require_known_arguments(asked | {"use_cache": use_cache})
     scope = SCOPE.get()
     assert scope is not None
-    options = scope.options()
 
     def scan(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **_: object) -> tuple[Any, None]:
-        found = burst_scan(recurrent_gate * ~reset, hidden_states, **options, initial_state=scope.recurrent())
-        return scope.scanned(found), None
+        return scope.scanned(burst_scan(recurrent_gate * ~reset, hidden_states, **scope.of_recurrence())), None
 
     begins = scope.begins(input_states)
     weight, bias = self.conv_1d.weight[:, 0], self.conv_1d.bias
-    mixed = scope.convolved(
-        burst_causal_conv(self.linear_x(input_states), weight, bias, **options, initial_state=scope.tail())
-    )
+    mixed = scope.convolved(burst_causal_conv(self.linear_x(input_states), weight, bias, **scope.of_convolution()))
     self.rg_lru._rnn_scan = scan
     try:
         found = self.rg_lru(mixed, (~begins).long())
@@ -439,11 +427,6 @@ _MAMBA1 = ("causal_conv1d_fn", "mamba_selective_scan")
 _MAMBA2 = ("causal_conv1d_fn", "mamba2_chunk_scan")
 _SHORT = ("causal_conv1d_fn",)
 _NONE = Mixer("")
-
-
-def module_of(family: str) -> str:
-    """Return the name of the module of transformers that has a family's models."""
-    return f"transformers.models.{family}.modeling_{family}"
 
 
 MIXERS: Mapping[str, Mixer] = MappingProxyType(

@@ -35,8 +35,19 @@ class Scope:
     ends: list[Tensor] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
 
-    def options(self) -> dict[str, Any]:
-        """Return the arguments that say how the sequence is split."""
+    def of_convolution(self) -> dict[str, Any]:
+        """Return the arguments of a convolution that say how the sequence is split and what precedes it."""
+        tail = self.state.conv_states[0][..., 1:].mT if self.had_state else None  # `[batch, width - 1, channels]`
+        return self._of_sequence() | {"initial_state": tail}
+
+    def of_recurrence(self) -> dict[str, Any]:
+        """Return the arguments of a recurrence that say how the sequence is split and what precedes it."""
+        state = self.state.recurrent_states[0] if self.had_state else None
+        if state is not None and self.scans:
+            state = state[:, len(self.ends)]
+        return self._of_sequence() | {"initial_state": state}
+
+    def _of_sequence(self) -> dict[str, Any]:
         split, final = self.split, {"final_state": self.state is not None}
         if not isinstance(split, SequenceMask):
             return final | {"layout": "contiguous", "group": split}
@@ -44,17 +55,6 @@ class Scope:
         length = None if split.documents else split.length  # documents include their length
         of_batch = {"mask": documents or Causal(), "length": length, "layout": split.options.layout}
         return final | of_batch | {"group": split.comm}
-
-    def tail(self) -> Tensor | None:
-        """Return the tokens before the first one for a convolution, `[batch, width - 1, channels]`; None: none."""
-        return None if self.state is None or not self.had_state else cast(Tensor, self.state.conv_states[0][..., 1:].mT)
-
-    def recurrent(self) -> Tensor | None:
-        """Return the recurrent state before the first token; None: zeros."""
-        if self.state is None or not self.had_state:
-            return None
-        state: Tensor = self.state.recurrent_states[0]
-        return state[:, len(self.ends)] if self.scans else state
 
     def convolved(self, found: Any) -> Tensor:
         """Keep the last tokens, if there is a cache, and return the output of a convolution."""

@@ -20,7 +20,8 @@ from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, 
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError, first_line
-from bmburst.integrations.transformers_recurrent import CACHES, keeps_states
+from bmburst.integrations.transformers_code import CACHES
+from bmburst.integrations.transformers_recurrent import keeps_states
 
 T = TypeVar("T")
 

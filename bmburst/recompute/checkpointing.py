@@ -11,7 +11,6 @@ forward without a backward. Under no_grad nothing is saved.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -69,9 +68,7 @@ def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, s
     """
     chosen = Policy.parse(policy)
     if chosen.is_of_model:
-        whole = replace(
-            chosen, layers=None, every=1, keeps_last=0, offloads_first=0, offloads_attention=0, offloads_mlp=0
-        ).name
+        whole = Policy(recomputes=chosen.recomputes, attention=chosen.attention, offload=chosen.offload).name
         raise UserError(
             f"recompute policy '{chosen.name}' is for the layers of a model, but one call does not know its layer\n"
             f"fix: {whole}, or for layer i Policy.parse('{chosen.name}').of_layers(number of layers)[i]"

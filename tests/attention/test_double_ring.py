@@ -177,11 +177,7 @@ def test_inside_an_exchange_of_heads(monkeypatch):
         (4, 1, "4 ranks | 1 node | 2 or more nodes | 2 or more ranks | BMBURST_NODE"),
         (4, 4, "4 ranks | 4 nodes | 2 or more nodes | BMBURST_NODE"),
         (4, 3, "4 ranks | 3 nodes"),
-        (
-            4,
-            None,
-            "4 ranks | 1 node | 2 or more nodes | BMBURST_NODE",
-        ),  # as the ranks find: they are threads of one host
+        (4, None, "4 ranks | 1 node | 2 or more nodes | BMBURST_NODE"),  # found: they are threads of one host
         (3, None, "3 ranks | 2 or more nodes | BMBURST_NODE"),
     ],
 )

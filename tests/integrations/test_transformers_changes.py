@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from bmburst import Mesh
 from bmburst.integrations.transformers import SplitSequences, register
+from bmburst.integrations.transformers_code import module_of
 from bmburst.integrations.transformers_modules import Modules
-from bmburst.integrations.transformers_recurrent import module_of
 from tests import tiny
 from tests.distributed.processes import on_processes
 from tests.distributed.threads import mesh_of

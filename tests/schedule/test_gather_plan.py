@@ -286,9 +286,8 @@ def test_zigzag_moves_less_than_everything():
         for rank, plan in enumerate(plans_of(at)):
             chunks = 2 * size - 2 - rank
             assert plan.seen == 4 * chunks
-            assert (
-                moved(plan.inbound[0].exchange) == chunks * 4 * 2 * 2 * 3 * 2 * 4
-            )  # tokens, K and V, batch, heads, dim, bytes
+            # tokens, K and V, batch, heads, dim, bytes
+            assert moved(plan.inbound[0].exchange) == chunks * 4 * 2 * 2 * 3 * 2 * 4
             assert len(plan.forward) == len(plan.backward) == (1 if rank in (0, size - 1) else 2)
             assert all(tile.pattern == FULL for tile in (*plan.forward, *plan.backward)) and plan.apart
             assert len(plan.query_sums.rows) == len(plan.key_sums.rows) == (1 if rank == size - 1 else 2)
