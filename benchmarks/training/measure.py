@@ -30,6 +30,7 @@ from bmburst.data.token_writer import write_token_file
 from bmburst.errors import UserError
 from bmburst.schedule.hardware import hardware_of, machine_of
 from bmburst.train.config import DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from bmburst.train.garbage import held_back
 from bmburst.train.metrics import StepMetrics
 from bmburst.train.trainer import Trainer
 from bmburst_ops import ATTENTION_BACKWARD
@@ -198,11 +199,15 @@ def _measure_steps(cell: TrainCell, run: TrainRun) -> Row:
 
 
 def _timed(trainer: Trainer, count: int, run: TrainRun) -> tuple[list[float], list[StepMetrics]]:
-    """Train `count` steps; return the milliseconds of each on the slowest rank, and the steps' metrics."""
-    marks, found = [mark(run.device)], []
-    for _ in range(count):
-        found.append(trainer.step())
-        marks.append(mark(run.device))
+    """Train `count` steps; return the milliseconds of each on the slowest rank, and the steps' metrics.
+
+    Python's garbage collector waits, as in a run (`bmburst.train.garbage`).
+    """
+    with held_back():
+        marks, found = [mark(run.device)], []
+        for _ in range(count):
+            found.append(trainer.step())
+            marks.append(mark(run.device))
     own = [milliseconds_between(*both) for both in pairwise(marks)]
     return [max(step) for step in zip(*run.from_all(own), strict=True)], found
 
