@@ -13,17 +13,17 @@ def held_back() -> Iterator[None]:
     """Collect garbage inside the block only in `collect_after`; afterwards, and after an error, as before.
 
     Python otherwise collects after it has made some hundreds of objects, at another moment on each rank, and the other
-    ranks wait. Objects that exist before the block are not searched: modules, the model, kernels.
+    ranks wait. Objects that exist before the block are not searched: modules, the model, kernels. Afterwards all are,
+    also what the caller had frozen: a model in a cycle that stays frozen would keep its memory on the GPU.
     """
-    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        if not was_frozen:  # else the caller's own objects would not stay frozen
-            gc.unfreeze()
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
 
