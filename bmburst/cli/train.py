@@ -65,31 +65,24 @@ def run_rank(request: Request) -> int:
     return 128 + signal.SIGTERM if config.checkpoint_every is None else STOPPED
 
 
-def _with_steps(args: argparse.Namespace, config: TrainConfig, steps: int, world_size: int | None) -> TrainConfig:
-    """Return the configuration with the number of steps of its epochs, on which other defaults depend.
-
-    They do not depend on the number of ranks, so the result is as valid as `config`.
-    """
-    print(f"{config.epochs:g} epochs are {steps:,} steps", file=sys.stderr, flush=True)
-    return training.resolve_options(args, max(steps, 1), world_size)
-
-
 @contextlib.contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request | None, LaunchSpec]]:
     """Decide and check the whole run, once, and hold its folder while the block runs."""
-    config = training.resolve_options(args, world_size=world_size)
-    if world_size is not None and config.output is None:
-        raise UserError(
-            "started as a rank (RANK is set) without --output: a restarted run must find its folder\n"
-            "fix: give --output DIR, or let bmburst train start the ranks (--nproc)"
-        )
-    folder = name_folder(config)
-    require_folder("output", folder)
     with contextlib.ExitStack() as stack:
-        is_locked = config.output is not None and is_run(folder)  # in another's folder no lock is left
-        if is_locked:  # before any file of the folder is read
-            lock(stack, folder)
-            config = training.resolve_options(args, world_size=world_size)
+        _, given = training.asked_folder(args)
+        with explaining_write_errors(given):
+            is_locked = given is not None and is_run(given)  # in another's folder no lock is left
+        if given is not None and is_locked:  # before any file of the folder is read
+            require_folder("output", given)
+            lock(stack, given)
+        config = training.resolve_options(args, world_size)
+        if world_size is not None and config.output is None:
+            raise UserError(
+                "started as a rank (RANK is set) without --output: a restarted run must find its folder\n"
+                "fix: give --output DIR, or let bmburst train start the ranks (--nproc)"
+            )
+        folder = name_folder(config)
+        require_folder("output", folder)
         nproc = world_size or training.ranks_of(config)
         if config.resume is not True and (line := training.explain_choices(args, config, nproc)):
             print(line, file=sys.stderr, flush=True)
@@ -112,7 +105,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             if config.epochs is not None:
                 check_text(config, cache)
                 before = progress.step, int(progress.data["samples"])
-                config = _with_steps(args, config, steps_of_epochs(config, cache, before), world_size)
+                config = _with_steps(args, config, steps_of_epochs(config, cache, before))
             done = progress.step
             if done >= config.steps:
                 more = "--steps" if config.epochs is None else "--epochs"
@@ -126,7 +119,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             check_fresh(folder, traces)  # before the data and the weights are read
         text = check_text(config, cache)
         if config.epochs is not None and config.resume is not True:
-            config = _with_steps(args, config, steps_of_epochs(config, cache), world_size)
+            config = _with_steps(args, config, steps_of_epochs(config, cache))
         require_room(config, folder, (cache, bytes_of_tokens(config, cache, text)))
         if config.init_from is not None and config.resume is not True:
             if config.data.tokenizer is None and not isinstance(text, TokenFile):  # a model's own is named
@@ -148,3 +141,8 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             "verified": None if start is None else str(start),
         }
         yield request, spec
+
+
+def _with_steps(args: argparse.Namespace, config: TrainConfig, steps: int) -> TrainConfig:
+    print(f"{config.epochs:g} epochs are {steps:,} steps", file=sys.stderr, flush=True)
+    return training.with_steps(args, config, steps)

@@ -17,6 +17,8 @@ def test_the_command_counts_the_steps_of_epochs(launches, tmp_path, capsys):
     assert (made["epochs"], made["steps"]) == (2, 9)  # 9 sequences of one record
     assert (made["schedule"]["warmup_steps"], made["data"]["held_out_fraction"]) == (10, 0)
     assert "2 epochs are 9 steps" in capsys.readouterr().err
+    assert main([*argv, "--epochs", "3", "--schedule.warmup_steps", "4", "--output", "given"]) == 0
+    assert launches.config()["schedule"]["warmup_steps"] == 4
     text = refused(capsys, *argv, "--epochs", "2", "--steps", "3")
     assert "both given" in text
     (tmp_path / "wrong.jsonl").write_text('{"messages": []}\n')
