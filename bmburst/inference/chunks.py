@@ -185,8 +185,7 @@ class ChunkStep:
 
     def _decide(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         split, mask = self._split, self._mask
-        name = "auto" if split.ranks == 1 else "heads" if split.token_groups == 1 else "ring"
-        degree = None
+        name, degree = "heads" if split.token_groups == 1 else "ring", None
         if split.token_groups > 1 and split.head_groups > 1:
             name, degree = "heads+ring", split.head_groups
         request = StrategyRequest.of(self._comm, name, "auto", degree)

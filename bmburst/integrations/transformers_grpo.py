@@ -103,8 +103,7 @@ class SplitRows(DecidesTogether):
         _require_turns_alone(self._trainer, split.mesh.world.size)
         self._policies = _policies(self)
         _set_attention(self, generate_with)
-        if (rollout := getattr(self._trainer, "rollout_func", None)) is not None:
-            self._trainer.rollout_func = partial(_rolled_out, rollout, split.mesh)
+        _require_tokens(self._trainer, split.mesh)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: object = None
@@ -409,25 +408,27 @@ def _set_attention(trainer: Any, name: str) -> None:
             model.set_attn_implementation(name)
 
 
-def _rolled_out(rollout: Callable[[Any, Any], Any], mesh: Mesh, prompts: Any, trainer: Any) -> Any:
-    """Return the answers of a `rollout_func`. Collective over all ranks.
+def _require_tokens(trainer: Any, mesh: Mesh) -> None:
+    """Let a `rollout_func` refuse, on all ranks, an answer without a token: TRL would fail on its rank only."""
+    rollout: Any = getattr(trainer, "rollout_func", None)
 
-    Raises:
-        UserError: On all ranks, if an answer has no token: TRL reads its last one, and fails on that rank only.
-    """
-    found = rollout(prompts, trainer)
+    def checked(prompts: Any, trainer: Any) -> Any:
+        found = rollout(prompts, trainer)
 
-    def decide() -> tuple[None, str]:
-        if not all(map(len, found.get("completion_ids", ()))):
-            raise UserError(
-                f"rollout_func returned an answer without a token on rank {mesh.world.rank}\n"
-                "allowed: one token or more in each of completion_ids\nfix: end an empty answer with the eos token"
-            )
-        return None, "answers of rollout_func"
+        def decide() -> tuple[None, str]:
+            if not all(map(len, found.get("completion_ids", ()))):
+                raise UserError(
+                    f"rollout_func returned an answer without a token on rank {mesh.world.rank}\n"
+                    "allowed: one token or more in each of completion_ids\nfix: end an empty answer with the eos token"
+                )
+            return None, "answers of rollout_func"
 
-    with mesh.world.checking():
-        mesh.world.decided(decide)
-    return found
+        with mesh.world.checking():
+            mesh.world.decided(decide)
+        return found
+
+    if rollout is not None:
+        trainer.rollout_func = checked
 
 
 def _policies(trainer: Any) -> list[tuple[GradientCheckpointingLayer, Any]]:

@@ -17,7 +17,7 @@ from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RLOOTrainer, SF
 from bmburst.integrations import trainer_arguments
 from bmburst.integrations.grpo_rows import rows_of_ranks
 from bmburst.integrations.transformers import SplitSequences, recompute, register
-from bmburst.integrations.transformers_grpo import SplitRows, _OwnRows, _require_turns_alone
+from bmburst.integrations.transformers_grpo import SplitRows, _OwnRows, _require_tokens, _require_turns_alone
 from tests import tiny
 from tests.distributed.threads import mesh_of, run_ranks
 from tests.integrations.transformers_grpo_program import PROMPTS, SplitGRPO, rewarded, tokenizer
@@ -228,8 +228,9 @@ def test_an_answer_without_a_token(tmp_path: Path) -> None:
     assert trainer.rollout_func(["a", "b"], trainer) == answers(["a", "b"], trainer)
 
     def over_ranks(comm: Any) -> str:
-        prompts = ["a", "empty" if comm.rank == 1 else "b"]
-        return refusal_of(trainer.rollout_func.func, answers, mesh_of(comm), prompts, trainer)
+        of_rank = SimpleNamespace(rollout_func=answers)
+        _require_tokens(of_rank, mesh_of(comm))
+        return refusal_of(of_rank.rollout_func, ["a", "empty" if comm.rank == 1 else "b"], of_rank)
 
     for told in run_ranks(3, over_ranks):
         says(told, "rollout_func | without a token on rank 1 | allowed: one token or more | fix: end an empty answer")
