@@ -10,7 +10,6 @@ import pytest
 from bmburst.config import build_config, read_layer
 from bmburst.data import load_tokenizer
 from bmburst.data.chat import RecordEncoder
-from bmburst.data.record import Pair
 from bmburst.data.records import hold_records, read_records
 from bmburst.data.sources import find_sources
 from bmburst.errors import UserError
@@ -50,7 +49,7 @@ def test_a_row_is_read_or_refused_as_the_table_says(tmp_path, row):
     records = list(read_records(found, form=form))
     made = encoder.encode(records[0])
     assert made.answers.any()
-    kind = "text" if not hold_records(found, form) else "pair" if isinstance(records[0], Pair) else "record"
+    kind = "text" if not hold_records(found, form) else "pair" if records[0].is_pair else "record"
     assert wanted.split()[0].rstrip(",:") == kind
     tokenizer = encoder.tokenizer
     first = slice(made.documents[0][0] if made.documents else None)
