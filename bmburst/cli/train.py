@@ -24,7 +24,7 @@ from bmburst.cli.run_folder import (
     name_folder,
     require_room,
 )
-from bmburst.config import build_config, read_layer, to_dict
+from bmburst.config import from_dict, to_dict
 from bmburst.errors import RunError, UserError
 from bmburst.launch.handover import Request, run_command
 from bmburst.launch.rank import STOPPED
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_rank(request: Request) -> int:
     """Train in one rank, as `settle` has decided, and return the exit status."""
-    config = build_config(TrainConfig, read_layer(TrainConfig, request["config"], "request"))
+    config = from_dict(TrainConfig, request["config"], "request")
     if request["verified"] is not None:
         os.environ[VERIFIED] = request["verified"]
 
