@@ -93,34 +93,14 @@ def field(
     *,
     default: Any = dataclasses.MISSING,
     factory: Callable[[], Any] | None = None,
-    unit: str = "",
-    default_text: str = "",
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    none_text: str = "none",
     choices: Iterable[str] = (),
-    pairs: bool = False,
-    several: str = "",
+    **declared: Any,
 ) -> Any:
     """Declare a field of a configuration dataclass. Without `default` or `factory` a value is required.
 
     The other arguments are those of `FieldSpec`. Returns the result of `dataclasses.field`.
     """
-    spec = FieldSpec(
-        help=help,
-        unit=unit,
-        default_text=default_text,
-        minimum=minimum,
-        above=above,
-        maximum=maximum,
-        below=below,
-        none_text=none_text,
-        choices=tuple(choices),
-        pairs=pairs,
-        several=several,
-    )
+    spec = FieldSpec(help=help, choices=tuple(choices), **declared)
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata={_SPEC: spec})
     return dataclasses.field(default=default, metadata={_SPEC: spec})
