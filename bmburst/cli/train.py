@@ -97,13 +97,13 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
         from bmburst.train.text import bytes_of_tokens, check_text, steps_of_epochs, token_cache
 
         start: Path | None = None
-        cache = token_cache(config, folder)
+        cache, text = token_cache(config, folder), None
         traces = None if world_size is None else RUN_TRACES  # torchrun may have written its logs there
         if config.resume is True:
             start = checkpoint_to_resume(folder)
             progress = read_progress(start)
             if config.epochs is not None:
-                check_text(config, cache)
+                text = check_text(config, cache)
                 before = progress.step, int(progress.data["samples"])
                 config = _with_steps(args, config, steps_of_epochs(config, cache, before))
             done = progress.step
@@ -117,7 +117,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
                 print(jump, file=sys.stderr, flush=True)
         elif not config.resume:
             check_fresh(folder, traces)  # before the data and the weights are read
-        text = check_text(config, cache)
+        text = text or check_text(config, cache)
         if config.epochs is not None and config.resume is not True:
             config = _with_steps(args, config, steps_of_epochs(config, cache))
         require_room(config, folder, (cache, bytes_of_tokens(config, cache, text)))
