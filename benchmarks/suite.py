@@ -37,7 +37,7 @@ from benchmarks.engine.kinds import KINDS
 from benchmarks.engine.report import markdown_table
 from bmburst.cli import CommandParser, find_command
 from bmburst.cli import main as bmburst
-from bmburst.config import build_config, field, read_config_file, read_json, read_layer, write_json
+from bmburst.config import field, from_dict, read_config_file, read_json, write_json
 from bmburst.errors import UserError, with_fix
 from bmburst.launch import devices
 from bmburst.outputs import require_file, require_folder
@@ -126,7 +126,7 @@ def _record(path: Path, number: int, values: object) -> Record:
     if not isinstance(values, Mapping):
         raise UserError(f"{where} is {values!r}\nallowed: fields, such as name and command\nfix: {_EXAMPLE}")
     try:
-        return build_config(Record, read_layer(Record, values, ""))
+        return from_dict(Record, values)
     except UserError as error:
         raise with_fix(UserError(f"{where}: {error}"), _EXAMPLE) from None
 

@@ -60,18 +60,20 @@ def gibibytes(text: str) -> float:
     return float(amount)
 
 
-def bytes_text(nbytes: float, digits: int = 1, *, in_gib: bool = False) -> str:
-    """Return an amount of memory or disk space: "1.4 GiB", "465.0 MiB", "12.0 KiB", "7 bytes".
-
-    Args:
-        nbytes: The bytes.
-        digits: Digits behind the decimal point.
-        in_gib: Whether a smaller amount is in GiB too, as in a column of a table.
-    """
-    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size or in_gib:
-            return f"{nbytes / size:.{digits}f} {unit}"
+def bytes_text(nbytes: float) -> str:
+    """Return an amount of memory or disk space: "1.42 GiB", "465.0 MiB", "12.0 KiB", "7 bytes"."""
+    if nbytes >= GIB:
+        return f"{gib(nbytes)} GiB"
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes:.0f} bytes"
+
+
+def gib(nbytes: float) -> str:
+    """Return bytes in GiB, as in a column of a table: "4.58", and from 10 GiB on "76.7"."""
+    text = f"{nbytes / GIB:.2f}"
+    return text if len(text) < len("10.00") else f"{nbytes / GIB:.1f}"
 
 
 def whole(text: str) -> int:

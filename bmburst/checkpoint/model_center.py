@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.dtypes import DtypeName
 from bmburst.blocks.families import SCALES, RopeScaling
-from bmburst.config import build_config, check_fields, field, read_layer, to_dict
+from bmburst.config import check_fields, field, from_dict, to_dict
 from bmburst.errors import UserError
 
 # Maps Hugging Face's names of the weights of a block to ModelCenter's.
@@ -153,7 +153,7 @@ class ModelCenterConfig:
                 "fix: give the directory of a ModelCenter LLaMA; other models of ModelCenter are not supported"
             )
         plain = {key: value for key, value in values.items() if key not in _WITHOUT_MEANING}
-        return build_config(cls, read_layer(cls, plain, source))
+        return from_dict(cls, plain, source)
 
     @classmethod
     def of(cls: type[Config], shape: LlamaConfig, dtype: DtypeName) -> Config:

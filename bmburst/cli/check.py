@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import bytes_text, finite
 from bmburst.cli import training
-from bmburst.config import build_config, hide_rare, read_json, read_layer, to_dict
+from bmburst.config import from_dict, hide_rare, read_json, to_dict
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request, run_command, run_on_ranks
 from bmburst.launch.spec import LaunchSpec
@@ -135,7 +135,7 @@ def run_rank(request: Request) -> int:
     """Run one rank of one run. Rank 0 of the last run compares all, and returns 1 if they do not agree, else 0."""
     from bmburst.train.check import compare_runs, record_steps
 
-    config = build_config(TrainConfig, read_layer(TrainConfig, request["config"], "request"))
+    config = from_dict(TrainConfig, request["config"], "request")
     record_steps(config, request["steps"], valid_for=request["ranks"])
     if not request["compared"] or os.environ["RANK"] != "0":
         return 0

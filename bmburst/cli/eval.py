@@ -13,7 +13,16 @@ from bmburst.amounts import tokens
 from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli.long_context import measure, request_of, require_outputs, write_evaluation
 from bmburst.cli.program import ranks_to_start
-from bmburst.config import add_options, build_config, given_options, hide_rare, option_name, read_layer, to_dict
+from bmburst.config import (
+    add_options,
+    build_config,
+    from_dict,
+    given_options,
+    hide_rare,
+    option_name,
+    read_layer,
+    to_dict,
+)
 from bmburst.errors import UserError, hub_fix, no_directory
 from bmburst.launch.handover import Request, run_command
 from bmburst.launch.spec import LaunchSpec
@@ -99,8 +108,8 @@ def run_rank(request: Request) -> int:
     from bmburst.blocks.config import LlamaConfig
     from bmburst.train.evaluate import EvaluatedModel, evaluate_checkpoint
 
-    config = build_config(EvalConfig, read_layer(EvalConfig, request["config"], "request"))
-    shape = build_config(LlamaConfig, read_layer(LlamaConfig, request["model"], "request"))
+    config = from_dict(EvalConfig, request["config"], "request")
+    shape = from_dict(LlamaConfig, request["model"], "request")
     model = EvaluatedModel(Path(request["verified"]), request["tokenizer"], shape)
     measured, bins = evaluate_checkpoint(config, model)
     if os.environ["RANK"] == "0":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bmburst.amounts import tokens
 from bmburst.cli.program import Command
-from bmburst.config import add_options, build_config, given_options, read_layer
+from bmburst.config import add_options, from_dict, given_options
 from bmburst.errors import UserError
 from bmburst.outputs import require_own
 from bmburst.record_format import RecordFormat
@@ -82,7 +82,7 @@ def run_data(args: argparse.Namespace) -> int:
             )
     skipped: list[str] = []
     tokenizer, files = load_tokenizer(args.tokenizer), find_sources(args.input, skipped.append)
-    form = build_config(RecordFormat, read_layer(RecordFormat, given_options(args, RecordFormat), ""))
+    form = from_dict(RecordFormat, given_options(args, RecordFormat))
     has_records = hold_records(files, form)
     encoder = RecordEncoder(tokenizer, args.chat_template, form.learned_roles) if has_records else None
     text, lengths = Text(tokenizer, files, encoder, form), LengthReport(args.max_tokens)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bmburst.amounts import short
 from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli.model import load_generator, note_length, progress_bar, require_split
-from bmburst.config import build_config, read_json, read_layer, to_dict, write_json
+from bmburst.config import from_dict, read_json, to_dict, write_json
 from bmburst.errors import UserError
 from bmburst.launch.handover import Request
 from bmburst.outputs import explained_write, is_picture, require_file
@@ -112,7 +112,7 @@ def measure(request: Request) -> int:
 
     comm = communicator(None)
     is_main = comm.rank == 0
-    config = build_config(EvalConfig, read_layer(EvalConfig, request["config"], "request"))
+    config = from_dict(EvalConfig, request["config"], "request")
     choices: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in request["test"].items()}
     name, output = str(choices.pop("kind")), Path(request["output"])
     kind: Any = passkey if name == PASSKEY else tasks  # modules with the same functions

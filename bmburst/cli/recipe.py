@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bmburst.amounts import GIB
+from bmburst.amounts import gib
 from bmburst.cli import training
 from bmburst.cli.program import CommandParser
 from bmburst.config import given_options, read_layer
@@ -49,8 +49,8 @@ def _expected(best: "Prediction") -> list[str]:
     return [
         f"# Expected by bmburst plan on {task.gpus} x {hardware.name}{nodes}:",
         f"#   speed: {_digits(rate * task.gpus)} tokens/s, {_digits(rate)} a GPU, {_digits(best.seconds)} s a step",
-        f"#   memory of a GPU: {memory.total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB",
-        f"#   memory of a host: {memory.in_host / GIB:.1f} GiB",
+        f"#   memory of a GPU: {gib(memory.total)} of {gib(memory.capacity)} GiB",
+        f"#   memory of a host: {gib(memory.in_host)} GiB",
     ]
 
 

@@ -24,7 +24,7 @@ from bmburst.cli.run_folder import (
     name_folder,
     require_room,
 )
-from bmburst.config import build_config, read_layer, to_dict
+from bmburst.config import from_dict, to_dict
 from bmburst.errors import RunError, UserError
 from bmburst.launch.handover import Request, run_command
 from bmburst.launch.rank import STOPPED
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_rank(request: Request) -> int:
     """Train in one rank, as `settle` has decided, and return the exit status."""
-    config = build_config(TrainConfig, read_layer(TrainConfig, request["config"], "request"))
+    config = from_dict(TrainConfig, request["config"], "request")
     if request["verified"] is not None:
         os.environ[VERIFIED] = request["verified"]
 
@@ -65,31 +65,24 @@ def run_rank(request: Request) -> int:
     return 128 + signal.SIGTERM if config.checkpoint_every is None else STOPPED
 
 
-def _with_steps(args: argparse.Namespace, config: TrainConfig, steps: int, world_size: int | None) -> TrainConfig:
-    """Return the configuration with the number of steps of its epochs, on which other defaults depend.
-
-    They do not depend on the number of ranks, so the result is as valid as `config`.
-    """
-    print(f"{config.epochs:g} epochs are {steps:,} steps", file=sys.stderr, flush=True)
-    return training.resolve_options(args, max(steps, 1), world_size)
-
-
 @contextlib.contextmanager
 def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[tuple[Request | None, LaunchSpec]]:
     """Decide and check the whole run, once, and hold its folder while the block runs."""
-    config = training.resolve_options(args, world_size=world_size)
-    if world_size is not None and config.output is None:
-        raise UserError(
-            "started as a rank (RANK is set) without --output: a restarted run must find its folder\n"
-            "fix: give --output DIR, or let bmburst train start the ranks (--nproc)"
-        )
-    folder = name_folder(config)
-    require_folder("output", folder)
     with contextlib.ExitStack() as stack:
-        is_locked = config.output is not None and is_run(folder)  # in another's folder no lock is left
-        if is_locked:  # before any file of the folder is read
-            lock(stack, folder)
-            config = training.resolve_options(args, world_size=world_size)
+        _, given = training.asked_folder(args)
+        with explaining_write_errors(given):
+            is_locked = given is not None and is_run(given)  # in another's folder no lock is left
+        if given is not None and is_locked:  # before any file of the folder is read
+            require_folder("output", given)
+            lock(stack, given)
+        config = training.resolve_options(args, world_size)
+        if world_size is not None and config.output is None:
+            raise UserError(
+                "started as a rank (RANK is set) without --output: a restarted run must find its folder\n"
+                "fix: give --output DIR, or let bmburst train start the ranks (--nproc)"
+            )
+        folder = name_folder(config)
+        require_folder("output", folder)
         nproc = world_size or training.ranks_of(config)
         if config.resume is not True and (line := training.explain_choices(args, config, nproc)):
             print(line, file=sys.stderr, flush=True)
@@ -104,15 +97,15 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
         from bmburst.train.text import bytes_of_tokens, check_text, steps_of_epochs, token_cache
 
         start: Path | None = None
-        cache = token_cache(config, folder)
+        cache, text = token_cache(config, folder), None
         traces = None if world_size is None else RUN_TRACES  # torchrun may have written its logs there
         if config.resume is True:
             start = checkpoint_to_resume(folder)
             progress = read_progress(start)
             if config.epochs is not None:
-                check_text(config, cache)
+                text = check_text(config, cache)
                 before = progress.step, int(progress.data["samples"])
-                config = _with_steps(args, config, steps_of_epochs(config, cache, before), world_size)
+                config = _with_steps(args, config, steps_of_epochs(config, cache, before))
             done = progress.step
             if done >= config.steps:
                 more = "--steps" if config.epochs is None else "--epochs"
@@ -124,9 +117,9 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
                 print(jump, file=sys.stderr, flush=True)
         elif not config.resume:
             check_fresh(folder, traces)  # before the data and the weights are read
-        text = check_text(config, cache)
+        text = text or check_text(config, cache)
         if config.epochs is not None and config.resume is not True:
-            config = _with_steps(args, config, steps_of_epochs(config, cache), world_size)
+            config = _with_steps(args, config, steps_of_epochs(config, cache))
         require_room(config, folder, (cache, bytes_of_tokens(config, cache, text)))
         if config.init_from is not None and config.resume is not True:
             if config.data.tokenizer is None and not isinstance(text, TokenFile):  # a model's own is named
@@ -148,3 +141,8 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> Iterator[
             "verified": None if start is None else str(start),
         }
         yield request, spec
+
+
+def _with_steps(args: argparse.Namespace, config: TrainConfig, steps: int) -> TrainConfig:
+    print(f"{config.epochs:g} epochs are {steps:,} steps", file=sys.stderr, flush=True)
+    return training.with_steps(args, config, steps)

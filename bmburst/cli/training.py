@@ -1,8 +1,8 @@
 """The options that `bmburst train` and `bmburst check` share, and the configuration that they give."""
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -15,8 +15,7 @@ from bmburst.errors import UserError
 from bmburst.launch.devices import gpus
 from bmburst.train.config import TrainConfig
 from bmburst.train.defaults import MESH, SPREAD, choices_text, defaults_of, spread
-from bmburst.train.resolve import CONFIG_FILE, check_resumable, given_names
-from bmburst.train.resolve import resolve as _resolve
+from bmburst.train.resolve import CONFIG_FILE, check_resumable, given_names, given_values, resolve
 
 SHORT = {"data.source": "--data"} | {
     f"parallel.{name}": f"--{name.replace('_', '-')}"
@@ -68,53 +67,79 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_options(parser, TrainConfig(), short=SHORT, titles=TITLES, common=COMMON)
 
 
-def resolve_options(args: argparse.Namespace, steps: int | None = None, world_size: int | None = None) -> TrainConfig:
+def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> TrainConfig:
     """Build the configuration from the options. With --resume they override the run folder's, which becomes `output`.
 
     `resume` of the result is True if the run continues. It stays "auto" if the folder has no complete checkpoint.
 
     Args:
         args: The options.
-        steps: Number of steps of the configured epochs, once it is known.
         world_size: Number of ranks, if another launcher has started them.
 
     Raises:
         UserError: A value is wrong, the folder of a new run is a file, or there is no run to resume.
     """
-    options = given_options(args, TrainConfig)
-    _require_no_folder(options)
-    resolve = partial(_resolve, steps=steps)
-    given = Path(args.config) if args.config is not None else None
-    files: tuple[Path, ...] = () if given is None else (given,)
-    # The options of a resumed run are complete only together with the configuration in its folder.
-    which: dict[str, str] = {name: options[name] for name in ("resume", "output") if name in options}
-    config = resolve(files, which if "resume" in which else options)
-    resume: bool | Literal["auto"] = config.resume
+    files, options = _given(args)
+    resume, folder = asked_folder(args)
+    before = None
     if resume:
-        folder = _folder_to_resume(config, given)
+        assert folder is not None  # else `asked_folder` refuses
+        own = folder / CONFIG_FILE
         if resume == "auto" and newest_complete(folder) is not None:
             resume = True
-    if resume is not True:
-        before = resolve((folder / CONFIG_FILE,)) if resume and (folder / CONFIG_FILE).is_file() else None
-        config = _new_run(files, options, before, steps, world_size)
-        if resume:
-            config = config.replace(output=folder)
-            if before is not None:
-                check_resumable(before, config, folder)
-        if config.output is not None:
-            with explaining_write_errors(config.output):
-                require_no_file(config.output)
-        return config
-    own = folder / CONFIG_FILE
-    if not own.is_file():
-        raise UserError(
-            f"--resume: {folder} is not a run folder: it has no {CONFIG_FILE}\n"
-            "fix: give --output with the folder of an earlier run, or leave --resume out to begin a new one"
-        )
-    files = (own,) if given is None or given.resolve() == own.resolve() else (own, given)
-    config = resolve(files, options | {"resume": "true", "output": str(folder)})
-    check_resumable(resolve((own,)), config, folder)
+        if own.is_file():
+            before = resolve((own,))
+        elif resume is True:
+            raise UserError(
+                f"--resume: {folder} is not a run folder: it has no {CONFIG_FILE}\n"
+                "fix: give --output with the folder of an earlier run, or leave --resume out to begin a new one"
+            )
+        options |= {"output": str(folder)}
+        if resume is True:
+            # The options of a resumed run are complete only together with the configuration in its folder.
+            files = own, *(file for file in files if file.resolve() != own.resolve())
+            options |= {"resume": "true"}
+    config = resolve(files, options) if resume is True else _new_run(files, options, before, world_size)
+    if config.output is not None:
+        if before is not None:
+            check_resumable(before, config, config.output)
+        with explaining_write_errors(config.output):
+            require_no_file(config.output)
     return config
+
+
+def asked_folder(args: argparse.Namespace) -> tuple[bool | Literal["auto"], Path | None]:
+    """Return `resume` and the run folder that the options, or else the file of --config, name; None: a new name.
+
+    Raises:
+        UserError: A value is wrong, or it is not said which run to resume.
+    """
+    files, options = _given(args)
+    _require_no_folder(options)
+    given = given_values(files, options)
+    resume, folder = given.get("resume", False), given.get("output")
+    if resume and folder is None:
+        if not files or files[0].name != CONFIG_FILE:
+            raise UserError(
+                "--resume does not say which run to resume\n"
+                "fix: give --output RUN_FOLDER, for example one under runs/, or --config "
+                f"RUN_FOLDER/{CONFIG_FILE}"
+            )
+        folder = files[0].parent
+    return resume, folder
+
+
+def with_steps(args: argparse.Namespace, config: TrainConfig, steps: int) -> TrainConfig:
+    """Return a resolved configuration with the steps of its epochs, on which the default warm-up depends."""
+    schedule = config.schedule
+    if config.resume is not True and "schedule.warmup_steps" not in given_names(*_given(args)):
+        schedule = dataclasses.replace(schedule, warmup_steps=None)
+    return config.replace(steps=max(steps, 1), schedule=schedule)
+
+
+def _given(args: argparse.Namespace) -> tuple[tuple[Path, ...], dict[str, str]]:
+    """Return the file of --config, if there is one, and the values of the options, as `resolve` takes them."""
+    return () if args.config is None else (Path(args.config),), given_options(args, TrainConfig)
 
 
 def _require_no_folder(options: dict[str, str]) -> None:
@@ -131,11 +156,7 @@ def _require_no_folder(options: dict[str, str]) -> None:
 
 
 def _new_run(
-    files: tuple[Path, ...],
-    options: dict[str, str],
-    before: TrainConfig | None,
-    steps: int | None,
-    world_size: int | None,
+    files: tuple[Path, ...], options: dict[str, str], before: TrainConfig | None, world_size: int | None
 ) -> TrainConfig:
     """Return the configuration of a run that begins, with the defaults for this machine's GPUs.
 
@@ -143,19 +164,18 @@ def _new_run(
     """
     here, given = gpus(), given_names(files, options)
     if before is None:
-        config = _resolve(files, options, steps=steps, defaults=defaults_of(here))
+        config = resolve(files, options, defaults=defaults_of(here))
         return spread(config, given, world_size or ranks_of(config), here) if here else config
     kept = ["dtype", "recompute", "batch_size", *SPREAD]
     kept += MESH if not given.intersection(MESH) else ()
     values = {leaf.name: leaf.default for leaf in leaves(before)}
-    return _resolve(files, options, steps=steps, defaults={name: values[name] for name in kept})
+    return resolve(files, options, defaults={name: values[name] for name in kept})
 
 
 def explain_choices(args: argparse.Namespace, config: TrainConfig, ranks: int) -> str:
     """Return the line about what was chosen for this machine's GPUs for a new run; empty if nothing was."""
-    files = () if args.config is None else (Path(args.config),)
-    given = given_names(files, given_options(args, TrainConfig)) if gpus() else set()
-    return choices_text(config, given, ranks, gpus())
+    here = gpus()
+    return choices_text(config, given_names(*_given(args)) if here else (), ranks, here)
 
 
 def ranks_of(config: TrainConfig) -> int:
@@ -165,15 +185,3 @@ def ranks_of(config: TrainConfig) -> int:
     if nproc is None and parallel.sequence_parallel is not None:
         nproc = least * parallel.sequence_parallel
     return ranks_to_start(nproc, max(2, least))
-
-
-def _folder_to_resume(config: TrainConfig, given: Path | None) -> Path:
-    if config.output is not None:
-        return config.output
-    if given is not None and given.name == CONFIG_FILE:
-        return given.parent
-    raise UserError(
-        "--resume does not say which run to resume\n"
-        "fix: give --output RUN_FOLDER, for example one under runs/, or --config "
-        f"RUN_FOLDER/{CONFIG_FILE}"
-    )

@@ -92,7 +92,7 @@ def leaves(config: Any, prefix: str = "") -> Iterator[Leaf]:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return a configuration as nested dictionaries of JSON types; `build_config` is the inverse."""
+    """Return a configuration as nested dictionaries of JSON types; `from_dict` is the inverse."""
     return {declared.name: _plain(getattr(config, declared.name)) for declared in dataclasses.fields(config)}
 
 
@@ -162,6 +162,11 @@ def build_config(cls: type[Config], values: Mapping[str, Any], prefix: str = "")
         value = values[declared.name]
         arguments[declared.name] = build_config(inner, value, f"{name}.") if isinstance(value, Mapping) else value
     return cls(**arguments)
+
+
+def from_dict(cls: type[Config], values: Mapping[str, Any], source: str = "") -> Config:
+    """Build a configuration from nested dictionaries of any origin; `source` and errors as in `read_layer`."""
+    return build_config(cls, read_layer(cls, values, source))
 
 
 def _class_default(declared: "dataclasses.Field[Any]") -> Any:

@@ -127,13 +127,10 @@ class Samples:
             row: Index among this rank's rows.
             places: Positions in the sequence, ascending and below `sequence_length`.
         """
-        index = self._row(row)
         inputs = np.full(len(places), self.sequences.eos_id, np.int64)
         labels = np.full(len(places), IGNORE_INDEX, np.int64)
-        if index is None:
-            return inputs, labels
-        stop = min(places.stop, self.sequences.labels_in(index))
-        if real := range(places.start, stop, places.step):
+        index, real = self._real(row, places)
+        if real:
             inputs[: len(real)], labels[: len(real)] = self.sequences.pairs(index, real)
         return inputs, labels
 
@@ -144,12 +141,17 @@ class Samples:
 
     def weights(self, row: int, places: range) -> npt.NDArray[np.float64]:
         """Return the weights of a row's labels at given positions, `[len(places)]`; 0 in padding. See `read`."""
-        index, found = self._row(row), np.zeros(len(places))
-        if index is not None:
-            stop = min(places.stop, self.sequences.labels_in(index))
-            if real := range(places.start, stop, places.step):
-                found[: len(real)] = self.sequences.weights(index, real)
+        found = np.zeros(len(places))
+        index, real = self._real(row, places)
+        if real:
+            found[: len(real)] = self.sequences.weights(index, real)
         return found
+
+    def _real(self, row: int, places: range) -> tuple[int, range]:
+        """Return the sample of a row, and the positions before its padding; none in a row of padding."""
+        if (index := self._row(row)) is None:
+            return 0, range(0)
+        return index, range(places.start, min(places.stop, self.sequences.labels_in(index)), places.step)
 
     def whole(self) -> tuple[Ids, Ids]:
         """Return inputs and labels of all rows, each int64 `[rows, sequence_length]`."""

@@ -29,7 +29,7 @@ from bmburst.data.messages import (
     with_read_arguments,
     written_as_data,
 )
-from bmburst.data.record import AnyRecord, Pair, Record
+from bmburst.data.record import AnyRecord, Record
 from bmburst.data.token_writer import Masked
 from bmburst.data.tokenizer import HuggingFaceTokenizer, PromptTokenizer, TokenIds
 from bmburst.errors import UserError, first_line
@@ -252,9 +252,7 @@ class RecordEncoder:
                 file and line.
         """
         if not isinstance(record, Record):
-            is_pair = isinstance(record, Pair)
-            records = (record.chosen, record.rejected) if isinstance(record, Pair) else record.records
-            each = [self.encode(one) for one in records]
+            each = [self.encode(one) for one in record.records]
             if len(each) == 1:
                 return each[0]
             return Masked(
@@ -263,7 +261,7 @@ class RecordEncoder:
                 sum(one.answer_bytes for one in each),
                 _key(" ".join(str(one.key) for one in each)),
                 tuple((len(one.ids), one.answer_bytes) for one in each),
-                is_pair,
+                record.is_pair,
                 record.weight,
             )
         if record.messages is not None:

@@ -1,8 +1,8 @@
-"""Records for fine-tuning: one, a preference pair, several answers to a prompt, and what is found beside them."""
+"""Records for fine-tuning: one answer, several answers to a prompt, or a preference pair, and what is found beside."""
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 _MOST_COLUMNS = 1000  # a row may name its columns by its own values
 
@@ -32,29 +32,12 @@ class Record:
     template_options: dict[str, Any] = field(default_factory=dict)
     segments: tuple[tuple[bool, str], ...] | None = None
     weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two answers to one prompt; the first is preferred.
-
-    Attributes:
-        chosen: The prompt with the preferred answer.
-        rejected: The prompt with the other one.
-    """
-
-    chosen: Record
-    rejected: Record
+    is_pair: ClassVar[bool] = False
 
     @property
-    def name(self) -> str:
-        """Its origin for error messages, "pairs.jsonl:3"."""
-        return self.chosen.name
-
-    @property
-    def weight(self) -> float:
-        """Factor of its loss."""
-        return self.chosen.weight
+    def records(self) -> tuple["Record", ...]:
+        """This record alone, as `Group` has several."""
+        return (self,)
 
 
 class Reading:
@@ -83,13 +66,15 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Several answers to one prompt, all to be learned.
+    """Several answers to one prompt: all to be learned, or a preference pair.
 
     Attributes:
         records: The prompt with each answer, one or more.
+        is_pair: Whether the first of two answers is preferred to the other.
     """
 
     records: tuple[Record, ...]
+    is_pair: bool = False
 
     @property
     def name(self) -> str:
@@ -98,8 +83,8 @@ class Group:
 
     @property
     def weight(self) -> float:
-        """Factor of the losses of the answers' tokens."""
+        """Factor of the losses of the answers' tokens, or of the loss of the pair."""
         return self.records[0].weight
 
 
-AnyRecord = Record | Pair | Group
+AnyRecord = Record | Group

@@ -17,7 +17,7 @@ from bmburst.data.messages import (
     template_variables,
     wrong,
 )
-from bmburst.data.record import AnyRecord, Group, Pair, Reading, Record
+from bmburst.data.record import AnyRecord, Group, Reading, Record
 from bmburst.data.sources import SourceFile, unreadable
 from bmburst.errors import UserError
 from bmburst.record_format import RecordFormat, messages_in
@@ -158,7 +158,8 @@ def read_records(
             reading.columns.update(key for key in replaced if value[key] is not None)
             value = _renamed(name, value, form)
         record = _record(name, value, form.text_field, reading)
-        to_learn.difference_update(_roles(record) if to_learn else ())
+        if to_learn:
+            to_learn.difference_update(message["role"] for each in record.records for message in each.messages or ())
         return record, check(record)
 
     for file in files:
@@ -175,8 +176,8 @@ def read_records(
                 except UserError as error:
                     raise with_others(error, lines, converted, _MOST_CHECKED) from error
                 first = first or record
-                if isinstance(record, Pair) != isinstance(first, Pair):
-                    is_pair, other = ("a", "none") if isinstance(record, Pair) else ("no", "one")
+                if record.is_pair != first.is_pair:
+                    is_pair, other = ("a", "none") if record.is_pair else ("no", "one")
                     raise UserError(
                         f"{name}: the line is {is_pair} preference pair, and {first.name} is {other}\n"
                         "allowed: only pairs, or none, in the files of one source\nfix: keep them in files of their own"
@@ -195,15 +196,6 @@ def read_records(
             "fix: correct --columns, --messages-field or --text-field, in bmburst train --data.columns, "
             "--data.messages_field or --data.text_field"
         )
-
-
-def _roles(record: AnyRecord) -> Iterator[str]:
-    """Yield the roles of the messages of a record."""
-    if isinstance(record, Record):
-        answers: tuple[Record, ...] = (record,)
-    else:
-        answers = record.records if isinstance(record, Group) else (record.chosen, record.rejected)
-    return (message["role"] for each in answers for message in each.messages or ())
 
 
 def _renamed(name: str, value: dict[str, Any], form: RecordFormat) -> dict[str, Any]:
@@ -232,15 +224,15 @@ def _record(name: str, value: Any, text_field: str, reading: Reading) -> AnyReco
 
     made: AnyRecord
     if {"chosen", "rejected"} & set(value):
-        (chosen, rejected), used = _pair(name, value)
-        made, answers = Pair(completed(chosen), completed(rejected)), [chosen, rejected]
+        answers, used = _pair(name, value)
+        made = Group(tuple(map(completed, answers)), is_pair=True)
     elif value.get("completions") is not None:
-        answers, used = _group(name, value)
-        made = Group(tuple(map(completed, answers)))
+        found, used = _group(name, value)
+        made = Group(tuple(map(completed, found)))
     else:
         single, used = _single(name, value, text_field)
-        made, answers = completed(single), [single]
-    reading.echoes += sum(map(_repeats_prompt, answers))
+        made = completed(single)
+    reading.echoes += sum(map(_repeats_prompt, made.records))
     _note(reading, value, used)
     return made
 

@@ -184,11 +184,7 @@ class ChunkStep:
         return spread_forward(self._call, q, k, v, partial(self._attend, index)).out
 
     def _decide(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        split, mask = self._split, self._mask
-        name = "auto" if split.ranks == 1 else "heads" if split.token_groups == 1 else "ring"
-        degree = None
-        if split.token_groups > 1 and split.head_groups > 1:
-            name, degree = "heads+ring", split.head_groups
+        mask, (name, degree) = self._mask, self._split.strategy
         request = StrategyRequest.of(self._comm, name, "auto", degree)
         shapes = head_shapes(self.layout, q, k, v)
         call = AttentionCall(

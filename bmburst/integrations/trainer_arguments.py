@@ -6,7 +6,7 @@ it is set.
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,6 @@ from bmburst.errors import UserError
 Allowed = Mapping[str, tuple[tuple[object, ...], str]]
 TRL = "1.16."
 """The version of TRL of which more was read than the arguments."""
-_LOSSES = ("Trainer", "SFTTrainer")
 _SAME = "read by the Trainer; the same on split sequences"
 SHARED = """
     output_dir per_device_train_batch_size num_train_epochs max_steps gradient_accumulation_steps learning_rate
@@ -110,33 +109,34 @@ ARGUMENTS = done(_READ, _ALLOWED)
 """What is done with each argument of a Trainer and of its TrainingArguments, and of TRL's SFTTrainer and SFTConfig."""
 
 
-def require_loss(trainer: type, mixin: type) -> str:
-    """Check that a trainer computes the loss that a mixin computes in its place, before it reads the data.
-
-    Return the name of the trainer of transformers or TRL that it is derived from.
+def require_read(trainer: type, mixin: type, *, read: Sequence[str], replaced: str, by: str, others: str) -> str:
+    """Check, before a trainer reads the data, that its methods were read. Return the name of the library's trainer.
 
     Args:
         trainer: A class derived from the mixin and a trainer of transformers or TRL.
-        mixin: The mixin, which defines `compute_loss`.
+        mixin: The mixin.
+        read: Names of the trainers of transformers and TRL whose methods were read.
+        replaced: Name of the method that the mixin replaces.
+        by: What it replaces it by, for the message.
+        others: What to do with other trainers, for the message.
 
     Raises:
-        UserError: The trainer of transformers or TRL has methods that were not read, or a class of the caller behind
-            the mixin has a loss of its own.
+        UserError: The trainer of transformers or TRL is none of `read`, or a class of the caller behind the mixin
+            defines the replaced method.
     """
     kind = next((each.__name__ for each in trainer.__mro__ if is_library(each)), "none")
-    if kind not in _LOSSES:
+    if kind not in read:
         raise UserError(
-            f"the loss and the evaluation of {kind} were not read, so they may differ on split sequences\n"
-            f"allowed: {', '.join(_LOSSES)}, and classes derived from them\n"
-            "fix: for GRPOTrainer and RLOOTrainer the mixin SplitRows (docs/hugging_face.md); for pairs of answers, "
-            "bmburst train with preferred and rejected answers (docs/fine_tuning.md)"
+            f"the methods of {kind} were not read, so it is not known to be exact on split sequences\n"
+            f"allowed: {', '.join(read)}, and classes derived from them\nfix: {others}; for pairs of answers, bmburst "
+            "train (docs/fine_tuning.md)"
         )
     behind = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
-    own = next((each for each in behind if "compute_loss" in vars(each) and not is_library(each)), None)
+    own = next((each for each in behind if replaced in vars(each) and not is_library(each)), None)
     if own is not None:
         raise UserError(
-            f"{own.__name__} defines compute_loss, which {mixin.__name__} would replace by cross entropy\n"
-            "allowed: the default loss\nfix: leave it out; or a loop of your own with a loss of Part.logps"
+            f"{own.__name__} defines {replaced}, which {mixin.__name__} would replace by {by}\n"
+            "allowed: that of the library\nfix: leave it out; or a loop of your own with a loss of Part.logps"
         )
     return kind
 

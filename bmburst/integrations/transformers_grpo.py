@@ -40,7 +40,7 @@ from bmburst.integrations.grpo_rows import (
     rows_of_ranks,
     with_lengths_of_trl,
 )
-from bmburst.integrations.trainer_arguments import is_library, require_trl, require_understood
+from bmburst.integrations.trainer_arguments import is_library, require_read, require_trl, require_understood
 from bmburst.integrations.trainer_decisions import DecidesTogether
 from bmburst.integrations.transformers import NAME, SplitSequences
 from bmburst.integrations.transformers_models import require_splittable
@@ -52,9 +52,6 @@ from bmburst.mesh import Mesh
 from bmburst.recompute import checkpoint
 
 __all__ = ["SplitRows"]
-
-_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
-_REPLACED = "_get_per_token_logps_and_entropies"
 
 
 class SplitRows(DecidesTogether):
@@ -84,7 +81,15 @@ class SplitRows(DecidesTogether):
         share_prompts: bool = False,
         **options: Any,
     ) -> None:
-        require_read(type(self))
+        kind = require_read(
+            type(self),
+            SplitRows,
+            read=("GRPOTrainer", "RLOOTrainer"),
+            replaced="_get_per_token_logps_and_entropies",
+            by="log-probabilities of split rows",
+            others="for SFTTrainer the mixin SplitBatches (docs/hugging_face.md)",
+        )
+        require_trl(kind)
         require_split(split)
         require_flag("share_prompts", share_prompts)
         super().__init__(*arguments, **options)
@@ -98,6 +103,7 @@ class SplitRows(DecidesTogether):
         _require_turns_alone(self._trainer, split.mesh.world.size)
         self._policies = _policies(self)
         _set_attention(self, generate_with)
+        _require_tokens(self._trainer, split.mesh)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: object = None
@@ -402,38 +408,34 @@ def _set_attention(trainer: Any, name: str) -> None:
             model.set_attn_implementation(name)
 
 
+def _require_tokens(trainer: Any, mesh: Mesh) -> None:
+    """Let a `rollout_func` refuse, on all ranks, an answer without a token: TRL would fail on its rank only."""
+    rollout: Any = getattr(trainer, "rollout_func", None)
+
+    def checked(prompts: Any, trainer: Any) -> Any:
+        found = rollout(prompts, trainer)
+
+        def decide() -> tuple[None, str]:
+            if not all(map(len, found.get("completion_ids", ()))):
+                raise UserError(
+                    f"rollout_func returned an answer without a token on rank {mesh.world.rank}\n"
+                    "allowed: one token or more in each of completion_ids\nfix: end an empty answer with the eos token"
+                )
+            return None, "answers of rollout_func"
+
+        with mesh.world.checking():
+            mesh.world.decided(decide)
+        return found
+
+    if rollout is not None:
+        trainer.rollout_func = checked
+
+
 def _policies(trainer: Any) -> list[tuple[GradientCheckpointingLayer, Any]]:
     """Return the layers of a model that `recompute` has set, and their functions."""
     layers = (module for module in trainer.model.modules() if isinstance(module, GradientCheckpointingLayer))
     found = ((layer, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers)
     return [(layer, policy) for layer, policy in found if isinstance(policy, partial) and policy.func is checkpoint]
-
-
-def require_read(trainer: type, installed: str | None = None) -> None:
-    """Check that a trainer's methods were read, before it reads the data.
-
-    Args:
-        trainer: The class.
-        installed: The version of TRL; default: that of the installed package.
-
-    Raises:
-        UserError: They were not.
-    """
-    kind = next((each.__name__ for each in trainer.__mro__ if is_library(each)), "none")
-    if kind not in _TRAINERS:
-        raise UserError(
-            f"the methods of {kind} were not read, so it is not known to be exact on split sequences\n"
-            f"allowed: {', '.join(_TRAINERS)}\n"
-            "fix: for SFTTrainer SplitBatches (docs/hugging_face.md); for pairs, bmburst train (docs/fine_tuning.md)"
-        )
-    require_trl(kind, installed)
-    behind = trainer.__mro__[trainer.__mro__.index(SplitRows) + 1 :]
-    own = next((each for each in behind if _REPLACED in vars(each) and not is_library(each)), None)
-    if own is not None:
-        raise UserError(
-            f"{own.__name__} defines {_REPLACED}, which SplitRows replaces\n"
-            "fix: a trainer without it, or without SplitRows"
-        )
 
 
 def _reshard_frozen(model: nn.Module, optimizer: Any) -> None:

@@ -18,7 +18,7 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length, seed_worker
 
 from bmburst.errors import UserError, with_fix
-from bmburst.integrations.trainer_arguments import require_loss, require_trl, require_understood
+from bmburst.integrations.trainer_arguments import require_read, require_trl, require_understood
 from bmburst.integrations.trainer_decisions import DecidesTogether
 from bmburst.integrations.transformers import Part, SplitSequences
 from bmburst.integrations.transformers_models import require_next_token_loss, require_splittable
@@ -108,7 +108,14 @@ class SplitBatches(DecidesTogether):
     loss_is_scaled_for_ga = True  # for Trainer: the number of micro-batches must not divide the loss again
 
     def __init__(self, *arguments: Any, split: SplitSequences, **options: Any) -> None:
-        kind = require_loss(type(self), SplitBatches)
+        kind = require_read(
+            type(self),
+            SplitBatches,
+            read=("Trainer", "SFTTrainer"),
+            replaced="compute_loss",
+            by="cross entropy",
+            others="for GRPOTrainer and RLOOTrainer the mixin SplitRows (docs/hugging_face.md)",
+        )
         require_split(split)
         super().__init__(*arguments, **options)
         self.split = split

@@ -166,14 +166,7 @@ def _arithmetic(update: Update, run: Run, slot: _Slot, scale: float) -> Tensor:
     return weights
 
 
-def _on_host(
-    weights: Tensor,
-    gradient: Tensor,
-    update: "Update | ShardUpdate",
-    run: Run,
-    step: int,
-    scale: float,
-) -> None:
+def _on_host(weights: Tensor, gradient: Tensor, update: Update, run: Run, step: int, scale: float) -> None:
     """Update a run's state and its weights, flat `[n]` in host memory."""
     state, at = update.state, run.at
     master, remainder = (state[name].view(-1)[at] if name in state else None for name in (MASTER, REMAINDER))
@@ -191,24 +184,17 @@ def _on_host(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class ShardUpdate:
-    """One shard in host memory to update.
+class ShardUpdate(Update):
+    """One shard in host memory to update: flat weights, `shard.weights`, and their gradient, `shard.parameter.grad`.
+
+    The state of bf16 weights has `_param_remainder`, int16, and that of fp16 weights `_param_fp32`.
 
     Attributes:
-        shard: The shard; its gradient is `shard.parameter.grad`.
-        gradient: Flat, dtype of the weights, in host memory; only read.
-        state: Moments `exp_avg` and `exp_avg_sq`, with scales if they are codes; `_param_remainder`, int16, for bf16
-            weights; `_param_fp32` for fp16 weights; `step`: number of steps taken, incremented.
-        parts: The runs of the weights that are updated.
-        rates: The rates of the step.
+        shard: The shard.
         scale: Divisor of the gradient, applied in fp32.
     """
 
     shard: HostShard
-    gradient: Tensor
-    state: dict[str, Any]
-    parts: Sequence[Part]
-    rates: Rates
     scale: float
 
 
@@ -233,7 +219,7 @@ def _update(update: ShardUpdate, step: int) -> None:
     update.shard.wait_for_gradient()
     with torch.no_grad():
         for part in update.parts:
-            weights, gradient = update.shard.weights[part.at], update.gradient[part.at]
+            weights, gradient = update.weights[part.at], update.gradient[part.at]
             _on_host(weights, gradient, update, Run(part.at, part), step, update.scale)
 
 

@@ -23,7 +23,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from bmburst.amounts import GIB, short
+from bmburst.amounts import gib, short
 from bmburst.blocks.dtypes import ITEMSIZE
 from bmburst.errors import UserError
 from bmburst.schedule.cost import LinearCost, Placement, Problem
@@ -274,8 +274,8 @@ def hybrid_report(model: Hybrid, step: HybridStep, sequence: int, batch: int, gp
         f"estimated time of a step: {total:.3g} s, {batch * sequence / total / gpus:,.0f} tokens/s/GPU, at best",
         *(f"  {name:26} {seconds:10.3g} s  {seconds / total:6.1%}" for name, seconds in step.seconds.items()),
         "",
-        f"estimated peak memory of a GPU: {used / GIB:.1f} of {step.capacity / GIB:.1f} GiB",
-        *(f"  {name:26} {nbytes / GIB:8.2f} GiB" for name, nbytes in step.memory.items()),
+        f"estimated peak memory of a GPU: {gib(used)} of {gib(step.capacity)} GiB",
+        *(f"  {name:26} {gib(nbytes):>8} GiB" for name, nbytes in step.memory.items()),
         "",
         "Weights and exchanged bytes are exact. Seconds and GiB are estimates, compared with one run of Qwen3.5.",
         "Routing and the host are not counted. Norms and activations are those without torch.compile.",

@@ -451,11 +451,7 @@ def _attention_cost(task: GenerationTask, split: CacheSplit, hardware: Hardware)
     alone = Candidate(
         task=Task(model=task.model, sequence=max(task.prompt, gpus), gpus=gpus, dtype=task.dtype)  # type: ignore[arg-type]
     )
-    name, degree = "auto", None
-    if gpus > 1:
-        name = "heads" if split.token_groups == 1 else "ring" if split.head_groups == 1 else "heads+ring"
-        degree = split.head_groups if name == "heads+ring" else None
-    return with_attention_choice(alone, name, degree, hardware).attention_cost(hardware)
+    return with_attention_choice(alone, *split.strategy, hardware).attention_cost(hardware)
 
 
 def _token(task: GenerationTask, split: CacheSplit, length: int, hardware: Hardware) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from bmburst.amounts import GIB, short
+from bmburst.amounts import GIB, gib, short
 from bmburst.blocks.config import LoRAConfig
 from bmburst.errors import DoesNotFit
 from bmburst.plan.candidates import Candidate, Offload, Task
@@ -207,8 +207,8 @@ def _details(longest: Longest) -> list[str]:
     for place, uses in where_bytes_lie(longest.found).items():
         used, most = (memory.total, memory.capacity) if place == "gpu" else (memory.in_host, memory.host_capacity)
         name = "a GPU" if place == "gpu" else "a host"
-        lines += ["", f"{longest.training}: memory of {name}: {used / GIB:.1f} of {most / GIB:.1f} GiB"]
-        lines += [f"  {use:29} {nbytes / GIB:8.2f} GiB" for use, nbytes in uses.items()]
+        lines += ["", f"{longest.training}: memory of {name}: {gib(used)} of {gib(most)} GiB"]
+        lines += [f"  {use:29} {gib(nbytes):>8} GiB" for use, nbytes in uses.items()]
     return [*lines, "", command(longest.found.candidate)]
 
 
@@ -217,9 +217,9 @@ def _table(found: Sequence[Longest]) -> list[str]:
     for each in found:
         way = each.found.candidate
         mesh = f"data {way.data} x sequence {way.sequence}" + (f" x tensor {way.tensor}" if way.tensor > 1 else "")
-        seconds, gib = f"{each.found.seconds:,.0f}", f"{each.found.memory.total / GIB:.1f}"
+        seconds, memory = f"{each.found.seconds:,.0f}", gib(each.found.memory.total)
         words = f"{mesh}, {way.recompute}"
-        rows.append((each.training, short(each.tokens, commas=True), seconds, gib, words, each.limit))
+        rows.append((each.training, short(each.tokens, commas=True), seconds, memory, words, each.limit))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return [
         "  ".join([f"{row[0]:8}", *(f"{row[i]:>{widths[i]}}" for i in (1, 2, 3)), f"{row[4]:{widths[4]}}", row[5]])

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from bmburst.amounts import GIB, enumerated, short
+from bmburst.amounts import GIB, enumerated, gib, short
 from bmburst.outputs import blank_picture, explained_write, save_picture
 from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.inference import Generation, GenerationTask
@@ -151,7 +151,7 @@ def comparison(shown: Sequence[Prediction]) -> list[str]:
             f"{each.seconds:.3g}" if each.seconds < 1000 else f"{each.seconds:,.0f}",
             f"{each.tokens_per_second:,.0f}",
             f"{each.utilisation:.1%}",
-            f"{each.memory.total / GIB:.1f}",
+            gib(each.memory.total),
             each.candidate.name + ("" if each.memory.fits else "   does not fit"),
         )
         for each in by_numbers(shown)
@@ -183,17 +183,17 @@ def memory_lines(prediction: Prediction) -> list[str]:
     """Return the memory at the peak, line by line."""
     memory = prediction.memory
     lines = [
-        f"peak memory of a GPU: {memory.total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, "
-        f"{memory.allocated / GIB:.1f} in torch's allocator, at: {memory.moment}"
+        f"peak memory of a GPU: {gib(memory.total)} of {gib(memory.capacity)} GiB, "
+        f"{gib(memory.allocated)} in torch's allocator, at: {memory.moment}"
     ]
     for name, nbytes in {**memory.lines, **memory.outside}.items():
-        lines.append(f"  {name:29} {nbytes / GIB:8.2f} GiB")
-    others = (f"{name} {nbytes / GIB:.1f}" for name, nbytes in memory.moments.items() if name != memory.moment)
+        lines.append(f"  {name:29} {gib(nbytes):>8} GiB")
+    others = (f"{name} {gib(nbytes)}" for name, nbytes in memory.moments.items() if name != memory.moment)
     lines.append(enumerated("GiB in torch's allocator at other moments", others, 120))
     if memory.host:
-        used, most = memory.in_host / GIB, memory.host_capacity / GIB
-        lines.append(f"memory of a host: {used:.1f} of {most:.1f} GiB that it has for this")
-        lines += [f"  {name:29} {nbytes / GIB:8.2f} GiB" for name, nbytes in memory.host.items()]
+        used, most = gib(memory.in_host), gib(memory.host_capacity)
+        lines.append(f"memory of a host: {used} of {most} GiB that it has for this")
+        lines += [f"  {name:29} {gib(nbytes):>8} GiB" for name, nbytes in memory.host.items()]
     return lines
 
 
@@ -252,10 +252,10 @@ def generation_report(task: GenerationTask, hardware: Hardware, found: Sequence[
         "",
         f"{gpus} GPU{'s' if gpus > 1 else ''}, cache by {asked.split.name}: first token {asked.first_token:.3g} s, "
         f"bound {asked.first_token_bound:.3g}; {asked.token * 1e3:.3g} ms a token, bound {asked.token_bound * 1e3:.3g}",
-        f"memory of a GPU: {asked.memory / GIB:.1f} of {asked.available / GIB:.1f} GiB",
+        f"memory of a GPU: {gib(asked.memory)} of {gib(asked.available)} GiB",
     ]
     for name, nbytes in (("weights", asked.weights), ("cache", asked.cache), ("working", asked.working)):
-        lines.append(f"  {name:8} {nbytes / GIB:8.2f} GiB")
+        lines.append(f"  {name:8} {gib(nbytes):>8} GiB")
     longest = f"the longest prompt and answer that fit: {asked.longest:,} tokens"
     lines += [longest if asked.longest else "the model does not fit"]
     if asked.fits:
@@ -272,7 +272,7 @@ def _generation_table(found: Sequence[Generation]) -> list[str]:
             f"{each.first_token:.3g}" if each.first_token < 1000 else f"{each.first_token:,.0f}",
             f"{each.token * 1e3:.3g}",
             f"{each.task.batch / each.token:,.0f}",
-            f"{each.memory / GIB:.1f}",
+            gib(each.memory),
             f"{each.longest:,}",
             f"{each.split.name if each.gpus > 1 else 'whole'}" + ("" if each.fits else "   does not fit"),
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
 
-from bmburst.amounts import GIB
+from bmburst.amounts import GIB, gib
 from bmburst.optim.config import smaller_states
 from bmburst.plan.candidates import ZERO, ZERO_GROUPS, Candidate, Offload, Task
 from bmburst.plan.counts import CURRENT, Operators
@@ -276,13 +276,12 @@ def choose_recompute(
     room = with_usable_memory(hardware, free, way.task)
     ways = list(with_policies(way, room, ending_alike(policies, layout, way.sequence)))
     found = best(ways, room)
-    peak, most = (found.memory.total - reserved_memory(way.task, hardware)) / GIB, free / GIB
+    peak = gib(found.memory.total - reserved_memory(way.task, hardware))
     name = found.candidate.recompute
     why = "the fastest that fits" if found.memory.fits else "none fits by this estimate, it needs least"
-    hosted = found.memory.in_host / GIB
-    more = f" and {hosted:.1f} GiB of each host's" if hosted else ""
-    more += f"; other programs have {taken / GIB:.1f} GiB of a GPU" if taken else ""
-    return Choice(name, f"recompute: {name} ({why}: {peak:.1f} of {most:.1f} GiB that are free on each GPU{more})")
+    more = f" and {gib(found.memory.in_host)} GiB of each host's" if found.memory.in_host else ""
+    more += f"; other programs have {gib(taken)} GiB of a GPU" if taken else ""
+    return Choice(name, f"recompute: {name} ({why}: {peak} of {gib(free)} GiB that are free on each GPU{more})")
 
 
 def best(ways: Sequence[Candidate], hardware: Hardware) -> Prediction:

@@ -68,6 +68,13 @@ class CacheSplit:
         return self.ranks // self.head_groups
 
     @property
+    def strategy(self) -> tuple[str, int | None]:
+        """The attention strategy of a prompt, and its Ulysses degree: each group computes the tokens that it caches."""
+        if self.token_groups == 1:
+            return "heads", None
+        return ("ring", None) if self.head_groups == 1 else ("heads+ring", self.head_groups)
+
+    @property
     def head_group(self) -> int:
         """This rank's group of KV heads."""
         return self.rank % self.head_groups

@@ -9,14 +9,14 @@ from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.dtypes import DtypeName
 from bmburst.blocks.presets import PRESETS
 from bmburst.blocks.presets import preset as model_preset
-from bmburst.config import check_fields, field
+from bmburst.config import check_fields, field, option_name
 from bmburst.errors import UserError
 from bmburst.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.optim.config import OptimizerConfig
 from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.record_format import RecordFormat
 from bmburst.schedule.parallelism import STRATEGIES, MeshShape, can_share, divisors
-from bmburst.schedule.pipeline import require_micro_batches
+from bmburst.schedule.pipeline import require_micro_batches, require_stages
 from bmburst.train.schedule import ScheduleConfig
 from bmburst.train.sections import (
     CHAT_TEMPLATE_HELP,
@@ -30,7 +30,6 @@ from bmburst.train.sections import (
     ParallelConfig,
     fill_defaults,
 )
-from bmburst.train.stages import require_pipeline
 
 __all__ = [
     "BYTE_IDS",
@@ -235,26 +234,12 @@ class TrainConfig:
                 "allowed: without one only checkpoint_every never, to try speed and memory with random weights\n"
                 "fix: --init-from DIR"
             )
-        if self.dpo.is_on and self.context_report:
-            raise UserError(
-                f"context_report true with dpo.beta {self.dpo.beta:g}: pairs have no loss by position\n"
-                "allowed: context_report false\nfix: leave context_report out, or --context-report false"
-            )
-        if self.dpo.is_on and self.pack == "stream":
-            raise UserError(
-                f"dpo.beta {self.dpo.beta} with pack {self.pack}, in which an answer sees other ones\n"
-                "allowed: pack trees, the default for preference pairs, and documents\nfix: --pack trees"
-            )
         self.lora.require_model(self.model)
         self.lora.require_tensor(self.parallel.tensor_parallel)
-        self._require_plain_pairs()
-        if self.dpo.is_on and self.reference is None and (not self.lora.is_on or self.lora.modules_to_save):
-            raise UserError(
-                f"dpo.beta {self.dpo.beta} without a reference model\n"
-                "allowed: adapters (lora.rank), whose model is the reference, init_from, or dpo.reference\n"
-                "fix: --init-from DIR"
-            )
-        require_pipeline(self)
+        if self.dpo.beta is not None:
+            self._require_pairs(self.dpo.beta)
+        if self.parallel.pipeline_parallel > 1:
+            self._require_stages(self.parallel.pipeline_parallel)
         self.model.require_packing(self.pack)
         if self.epochs is None and profiled_steps(self.profile).stop > self.steps + 1:
             raise UserError(f"profile '{self.profile}'\nallowed: steps 1 to {self.steps}\nfix: give earlier steps")
@@ -298,28 +283,65 @@ class TrainConfig:
         is_own = self.lora.is_on and not self.lora.modules_to_save  # whose frozen weights are the reference's
         return self.dpo.reference or (None if is_own else self.init_from)
 
-    def _require_plain_pairs(self) -> None:
-        """Check that settings of adapters fit preference training, whose reference is the model without them."""
-        lora = self.lora
-        if self.dpo.is_on and lora.dropout:
+    def _require_pairs(self, beta: float) -> None:
+        """Check that the settings fit preference training, and that it has a reference."""
+        lora, given = self.lora, self.dpo.reference
+        if self.context_report:
             raise UserError(
-                f"lora.dropout {lora.dropout:g} with dpo.beta {self.dpo.beta:g}: the reference has no dropout, so the "
-                "log ratios would be noisy; TRL disables it, too\n"
+                f"context_report true with dpo.beta {beta:g}: pairs have no loss by position\n"
+                "allowed: context_report false\nfix: leave context_report out, or --context-report false"
+            )
+        if self.pack == "stream":
+            raise UserError(
+                f"dpo.beta {beta} with pack {self.pack}, in which an answer sees other ones\n"
+                "allowed: pack trees, the default for preference pairs, and documents\nfix: --pack trees"
+            )
+        if lora.dropout:
+            raise UserError(
+                f"lora.dropout {lora.dropout:g} with dpo.beta {beta:g}: the reference has no dropout, so the log "
+                "ratios would be noisy; TRL disables it, too\n"
                 "allowed: lora.dropout 0\nfix: leave lora.dropout out, or --lora.dropout 0"
             )
-        if self.dpo.is_on and lora.init_from is not None and self.dpo.reference is None:
+        if lora.init_from is not None and given is None:
             raise UserError(
-                f"lora.init_from {lora.init_from} with dpo.beta {self.dpo.beta:g}: the model without adapters is not "
-                "the model that training starts from\nallowed: dpo.reference\n"
+                f"lora.init_from {lora.init_from} with dpo.beta {beta:g}: the model without adapters is not the model "
+                "that training starts from\nallowed: dpo.reference\n"
                 "fix: bmburst convert --merge the adapter, and give that model as --dpo.reference"
             )
-        if self.dpo.is_on and lora.is_4bit and lora.modules_to_save and self.dpo.reference is None:
+        if lora.is_4bit and lora.modules_to_save and given is None:
             raise UserError(
-                f"lora.modules_to_save {','.join(lora.modules_to_save)} with lora.base 4bit and dpo.beta "
-                f"{self.dpo.beta:g}: the reference would be init_from, which is not in 4 bits as the model is that "
-                "training starts from\nallowed: no modules_to_save, whose reference is the base in 4 bits, or "
-                "dpo.reference\nfix: leave lora.modules_to_save out, or --dpo.reference DIR"
+                f"lora.modules_to_save {','.join(lora.modules_to_save)} with lora.base 4bit and dpo.beta {beta:g}: the "
+                "reference would be init_from, which is not in 4 bits as the model is that training starts from\n"
+                "allowed: no modules_to_save, whose reference is the base in 4 bits, or dpo.reference\n"
+                "fix: leave lora.modules_to_save out, or --dpo.reference DIR"
             )
+        if self.reference is None and (not lora.is_on or lora.modules_to_save):
+            raise UserError(
+                f"dpo.beta {beta} without a reference model\n"
+                "allowed: adapters (lora.rank), whose model is the reference, init_from, or dpo.reference\n"
+                "fix: --init-from DIR"
+            )
+
+    def _require_stages(self, stages: int) -> None:
+        """Check that the model can be divided into stages of a pipeline, and that the run does what stages can."""
+        require_stages(stages, self.model.num_layers)
+        self.lora.require_stages(stages, self.parallel.zero_level)
+        if self.recompute != AUTO:
+            Policy.parse(self.recompute).require_stages(stages)
+        zero, sampled = self.parallel.zero_group, self.sample_tokens
+        for is_given, name, value, allowed, why in (
+            (self.dpo.is_on, "dpo.beta", self.dpo.beta, "none", "the reference needs the whole model"),
+            (zero not in ("world", "auto"), "parallel.zero_group", zero, "world", "ZeRO shards over a stage's ranks"),
+            (self.optimizer.offload_weights, "optimizer.offload_weights", "true", "false", "it streams all blocks"),
+            (sampled, "sample_tokens", sampled, "0", "a stage cannot generate text"),
+            (self.context_report, "context_report", "true", "false", "a stage cannot answer questions"),
+        ):
+            if is_given:  # by an option, or by the file of a resumed run
+                raise UserError(
+                    f"pipeline_parallel {stages} with {name} {value}: {why}\n"
+                    f"allowed: {name} {allowed}, or pipeline_parallel 1\n"
+                    f"fix: {option_name(name, {})} {allowed}, or --pipeline-parallel 1"
+                )
 
     def mesh_shape(self, world_size: int) -> MeshShape:
         """Return the mesh of `world_size` ranks.

@@ -35,7 +35,7 @@ from bmburst.outputs import blank_picture, save_picture
 from bmburst.train.config import EvalConfig
 from bmburst.train.loading import causal_cut
 from bmburst.train.metrics import Measurement
-from bmburst.train.objective import measure
+from bmburst.train.objective import TokenObjective
 from bmburst.train.text import say_left_out, say_too_long
 from bmburst_ops import IGNORE_INDEX
 
@@ -216,7 +216,7 @@ def evaluate_checkpoint(
         _note_length(_longest(corpus, length, config.pack), shape.max_position_embeddings)
     batches = evaluation_batches(sequences, limit=config.max_sequences)
     positions = LossByPosition(length, runtime.device) if config.by_position else None
-    measured = measure(model, mesh, cut, batches, runtime.device, positions)
+    measured = TokenObjective(model, mesh, cut, runtime.device).measure(batches, positions)
     if math.isnan(measured.loss):
         raise not_a_number("the loss is", config.dtype)
     return measured, [] if positions is None else positions.bins(mesh)

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -34,28 +35,6 @@ def causal_cut(mesh: Mesh, length: int, layout: str) -> SequenceShard:
     return SequenceShard.cut(length, layout=layout, size=mesh.shape.sequence, rank=mesh.sequence_rank, mask="causal")
 
 
-class SequenceSource(Protocol):
-    """Interface of sequences that can be read in part, such as `bmburst.data.Samples`."""
-
-    @property
-    def documents(self) -> tuple[tuple[int, ...], ...] | None:
-        """Number of tokens of each document of each row, without padding; None: a row is one text."""
-
-    @property
-    def parents(self) -> tuple[tuple[int, ...] | None, ...]:
-        """For each row the parents of its documents as in `bmburst.Tree`; None if no documents share a prompt."""
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """The index of each row in the whole batch."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-
-    def read(self, row: int, places: range) -> tuple[Ids, Ids]:
-        """Return inputs and labels of a row at given positions; `IGNORE_INDEX`: no label."""
-
-
 @dataclass(frozen=True, slots=True)
 class LocalBatch:
     """Input of the model on one rank.
@@ -78,7 +57,7 @@ class LocalBatch:
     dropout_seed: str | None = None
 
     @classmethod
-    def read(cls, cut: SequenceShard, rows: SequenceSource, *, numbered: bool = False) -> "LocalBatch":
+    def read(cls, cut: SequenceShard, rows: "Samples", *, numbered: bool = False) -> "LocalBatch":
         """Read this rank's part of sequences to the CPU; only this part is read.
 
         Args:
@@ -97,7 +76,7 @@ class LocalBatch:
         if numbered:
             tokens = [cut.under(mask).positions() if mask else cut.positions() for mask in of_rows]
             numbers = torch.stack([own + row * cut.length for row, own in zip(rows.places, tokens, strict=True)])
-        weights = _weights(cut, rows, of_rows) if getattr(rows, "weighted", False) else None
+        weights = _weights(cut, rows, of_rows) if rows.weighted else None
         return cls(torch.from_numpy(np.stack(parts, 1)), cut.length, masks, weights, numbers)
 
     @property
@@ -117,13 +96,17 @@ class LocalBatch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
 
-        weights = None if self.weights is None else move(self.weights)
-        numbers = None if self.numbers is None else move(self.numbers)
-        return replace(self, ids=move(self.ids), weights=weights, numbers=numbers)
+        return self._changed(move)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return all tensors."""
-        return tuple(each for each in (self.ids, self.weights, self.numbers) if each is not None)
+    def _changed(self, change: Callable[[Tensor], Tensor], **others: Any) -> "LocalBatch":
+        """Return a copy with changed tensors, and other values of other fields."""
+        tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **tensors, **others)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by their names."""
+        found = {"ids": self.ids, "weights": self.weights, "numbers": self.numbers}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @property
     def dropout_keys(self) -> Tensor | None:
@@ -136,10 +119,7 @@ class LocalBatch:
         """Yield `size` rows at a time."""
         for first in range(0, self.ids.shape[1], size):
             rows = slice(first, first + size)
-            weights = None if self.weights is None else self.weights[rows]
-            numbers = None if self.numbers is None else self.numbers[rows]
-            masks = self.masks and self.masks[rows]
-            yield replace(self, ids=self.ids[:, rows], masks=masks, weights=weights, numbers=numbers)
+            yield self._changed(itemgetter((..., rows, slice(None))), masks=self.masks and self.masks[rows])
 
 
 def evaluated_part(model: "Llama", cut: SequenceShard, samples: "Samples") -> LocalBatch:
@@ -162,7 +142,7 @@ def evaluated_part(model: "Llama", cut: SequenceShard, samples: "Samples") -> Lo
     return LocalBatch.read(cut, samples)
 
 
-def _weights(cut: SequenceShard, samples: Any, masks: Sequence[Documents | Tree | None]) -> Tensor:
+def _weights(cut: SequenceShard, samples: "Samples", masks: Sequence[Documents | Tree | None]) -> Tensor:
     """Return the weights of this rank's labels, read to the places of the labels: their bits take the place of ids."""
 
     def bits(row: int, places: range) -> tuple[Ids, Ids]:
@@ -308,7 +288,7 @@ class Loader:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._prefetch = Prefetch(self._prepare)
 
-    def load(self, samples: SequenceSource, following: SequenceSource | None = None) -> LocalBatch:
+    def load(self, samples: "Samples", following: "Samples | None" = None) -> LocalBatch:
         """Return this rank's part of the samples on its device, and start to load `following`.
 
         Raises:
@@ -318,11 +298,11 @@ class Loader:
         if copied is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
-            for tensor in batch.tensors():
+            for tensor in batch.tensors().values():
                 tensor.record_stream(current)
         return batch
 
-    def _prepare(self, samples: SequenceSource) -> tuple[LocalBatch, Any]:
+    def _prepare(self, samples: "Samples") -> tuple[LocalBatch, Any]:
         """Return the batch and, on a GPU, the event after its copy. Runs in the background thread."""
         batch = LocalBatch.read(self.cut, samples, numbered=self._numbered)
         if self._stream is None:

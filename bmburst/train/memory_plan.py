@@ -7,7 +7,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -39,7 +38,6 @@ from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
 from bmburst.train.machine import HostBudget, planned
 
-_gib = partial(bytes_text, digits=2, in_gib=True)
 _GPU_BYTES, _CPU_BYTES = 1 << 26, 1 << 20  # of a message that measures links
 
 
@@ -331,6 +329,11 @@ def explained(config: TrainConfig) -> Iterator[None]:
             "fix: a smaller model or batch, a shorter --sequence-length, or fewer ranks on this host",
             on_all_ranks=False,
         ) from error
+
+
+def _gib(nbytes: float) -> str:
+    """Return bytes as torch's allocator writes them in the first line of the message."""
+    return f"{nbytes / GIB:.2f} GiB"
 
 
 def _here() -> str:

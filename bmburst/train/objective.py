@@ -29,46 +29,6 @@ if TYPE_CHECKING:
     from bmburst.train.evaluate import LossByPosition
 
 
-def measure(
-    model: "Llama",
-    mesh: Mesh,
-    cut: SequenceShard,
-    batches: Iterable[Samples],
-    device: torch.device,
-    positions: "LossByPosition | None" = None,
-) -> Measurement:
-    """Evaluate the model on batches; every rank calls it with its part of the same batches.
-
-    Args:
-        model: The model, sharded over all ranks.
-        mesh: The ranks.
-        cut: This rank's shard of a sequence.
-        batches: The text.
-        device: Device of this rank.
-        positions: Collects the losses of this rank's tokens by position; None: not collected. Not in a pipeline.
-    """
-    assert positions is None or mesh.shape.pipe == 1
-    nats = torch.zeros((), dtype=torch.float64, device=device)
-    tokens = text_bytes = 0
-    with torch.no_grad():
-        for batch in batches:
-            part = evaluated_part(model, cut, batch).to(device)
-            if mesh.shape.pipe > 1:
-                losses = stage_loss(model, part)
-            else:
-                losses = token_losses(model, part, per_token=positions is not None)
-            nats += losses.sum(dtype=torch.float64)
-            if positions is not None:
-                positions.add(losses, part.ids[2], part.labels)
-            tokens, text_bytes = tokens + batch.label_count, text_bytes + batch.text_bytes
-            beat()
-    total = mesh.sum(nats.item())
-    loss = total / max(tokens, 1)
-    return Measurement(
-        loss=loss, bits_per_byte=total / math.log(2) / max(text_bytes, 1), perplexity=perplexity(loss), tokens=tokens
-    )
-
-
 def perplexity(loss: float) -> float:
     """Return exp of a loss in nats."""
     return math.exp(min(loss, 700.0))  # a larger argument overflows a float
@@ -105,15 +65,12 @@ class Objective(Protocol):
         """Evaluate the model on held-out batches."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenObjective:
-    """The mean loss over the labels of all ranks, in training weighted by the weights of their records.
-
-    The weighted mean of a step is `sum(weight * loss) / sum(weight)`, both over the labels of all ranks and
-    micro-batches. An evaluation counts each label once.
+@dataclass(frozen=True)
+class _OnRanks:
+    """What an objective is computed with.
 
     Attributes:
-        model: The trained model.
+        model: The model, sharded over all ranks.
         mesh: The ranks.
         cut: This rank's shard of a sequence.
         device: Device of this rank.
@@ -124,13 +81,39 @@ class TokenObjective:
     cut: SequenceShard
     device: torch.device
 
+
+class TokenObjective(_OnRanks):
+    """The mean loss over the labels of all ranks, in training weighted by the weights of their records.
+
+    The weighted mean of a step is `sum(weight * loss) / sum(weight)`, both over the labels of all ranks and
+    micro-batches. An evaluation counts each label once.
+    """
+
     def begin(self, batch: LocalBatch) -> StepObjective:
         """See `Objective`."""
         return _TokenStep(self, batch)
 
-    def measure(self, batches: Iterable[Samples]) -> Measurement:
-        """See `Objective`."""
-        return measure(self.model, self.mesh, self.cut, batches, self.device)
+    def measure(self, batches: Iterable[Samples], positions: "LossByPosition | None" = None) -> Measurement:
+        """See `Objective`; `positions` gets the losses of this rank's tokens by position, not in a pipeline."""
+        stages = self.mesh.shape.pipe
+        assert positions is None or stages == 1
+        nats = torch.zeros((), dtype=torch.float64, device=self.device)
+        tokens = text_bytes = 0
+        with torch.no_grad():
+            for batch in batches:
+                part = evaluated_part(self.model, self.cut, batch).to(self.device)
+                if stages > 1:
+                    losses = stage_loss(self.model, part)
+                else:
+                    losses = token_losses(self.model, part, per_token=positions is not None)
+                nats += losses.sum(dtype=torch.float64)
+                if positions is not None:
+                    positions.add(losses, part.ids[2], part.labels)
+                tokens, text_bytes = tokens + batch.label_count, text_bytes + batch.text_bytes
+                beat()
+        total = self.mesh.sum(nats.item())
+        loss, bits = total / max(tokens, 1), total / math.log(2) / max(text_bytes, 1)
+        return Measurement(loss=loss, bits_per_byte=bits, perplexity=perplexity(loss), tokens=tokens)
 
 
 class _TokenStep:
@@ -211,7 +194,7 @@ class PairLosses(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PairObjective:
+class PairObjective(_OnRanks):
     """DPO (arXiv:2305.18290): the mean over pairs of `-log sigmoid(margin)`, in training weighted by the pairs.
 
     The weighted mean of a step is `sum(weight * loss) / sum(weight)`, both over the pairs of all ranks and
@@ -223,18 +206,10 @@ class PairObjective:
     sum, so the backward of each rank needs only its own tokens.
 
     Attributes:
-        model: The trained model.
-        mesh: The ranks.
-        cut: This rank's shard of a sequence.
-        device: Device of this rank.
         beta: Weight of the log ratios, above 0.
         reference: The reference, a model of the same shape; None: `model` without its adapters.
     """
 
-    model: "Llama"
-    mesh: Mesh
-    cut: SequenceShard
-    device: torch.device
     beta: float
     reference: "Llama | None" = None
 

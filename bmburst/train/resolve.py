@@ -51,7 +51,6 @@ def resolve(
     files: tuple[Path, ...] = (),
     options: Mapping[str, Any] | None = None,
     *,
-    steps: int | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
     """Return the configuration of files and options. Later files override earlier ones, options override files.
@@ -61,7 +60,6 @@ def resolve(
     Args:
         files: JSON or YAML files; one may be the config.json of a ModelCenter LLaMA, which sets the model.
         options: Maps dotted names to values, or to text as on the command line.
-        steps: Number of steps of the given epochs, once the data are known.
         defaults: Maps dotted names to values in place of the defaults of `TrainConfig`.
 
     Raises:
@@ -84,8 +82,6 @@ def resolve(
         )
     if "steps" in above:  # in place of the epochs of a file
         given["epochs"] = None
-    if steps is not None:
-        given["steps"] = steps
     if given.get("init_from") is not None and "preset" not in given:
         given["preset"] = None
     _follow_model(given, below, above)
@@ -98,10 +94,14 @@ def resolve(
     return build_config(TrainConfig, values)
 
 
+def given_values(files: tuple[Path, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that files and options give, as nested dictionaries; arguments as in `resolve`."""
+    return overlay(*map(_layer_of, files), read_layer(TrainConfig, options, ""))
+
+
 def given_names(files: tuple[Path, ...], options: Mapping[str, Any]) -> set[str]:
     """Return the dotted names of the fields that files and options give; arguments as in `resolve`."""
-    layers = map(_layer_of, files)
-    return {name for name, _ in flat(overlay(*layers, read_layer(TrainConfig, options, "")))}
+    return {name for name, _ in flat(given_values(files, options))}
 
 
 def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:

@@ -313,31 +313,6 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
     return _of_sources(config, partial(_open_one, folder=folder, runtime=runtime))
 
 
-def open_validation(
-    config: TrainConfig, folder: Path, runtime: Runtime, corpus: data.TokenFile | MixedFiles
-) -> dict[str, data.TokenFile | MixedFiles]:
-    """Return the token files of the validation data, by name; every rank calls it.
-
-    Args:
-        config: The run.
-        folder: As in `open_text`.
-        runtime: As in `open_text`.
-        corpus: The training data, from `open_text`.
-
-    Raises:
-        UserError: As `open_text`, or they have another tokenizer than the training data.
-    """
-    found: dict[str, data.TokenFile | MixedFiles] = {}
-    for name, part in validation_of(config, corpus.tokenizer_name).items():
-        found[name] = open_text(part, folder, runtime)
-        if found[name].tokenizer_identity != corpus.tokenizer_identity:
-            raise UserError(
-                f"data.validation {part.data.source} was made with tokenizer '{found[name].tokenizer_name}', and the "
-                f"training data with '{corpus.tokenizer_name}'\nallowed: one tokenizer\nfix: make one of them again"
-            )
-    return found
-
-
 def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:
     from bmburst.checkpoint.sharded_files import on_every_rank, require_same
 
@@ -408,9 +383,20 @@ class RunText:
 
     @classmethod
     def open(cls, config: TrainConfig, folder: Path, runtime: Runtime) -> "RunText":
-        """Return the text of a run; errors as `open_text`, `open_validation`, `sequences_of`. Every rank calls it."""
+        """Return the text of a run. Every rank calls it.
+
+        Raises:
+            UserError: As `open_text` and `sequences_of`, or validation data have another tokenizer than training data.
+        """
         corpus = open_text(config, folder, runtime)
-        validation = open_validation(config, folder, runtime, corpus)
+        validation: dict[str, data.TokenFile | MixedFiles] = {}
+        for name, part in validation_of(config, corpus.tokenizer_name).items():
+            validation[name] = found = open_text(part, folder, runtime)
+            if found.tokenizer_identity != corpus.tokenizer_identity:
+                raise UserError(
+                    f"data.validation {part.data.source} was made with tokenizer '{found.tokenizer_name}', and the "
+                    f"training data with '{corpus.tokenizer_name}'\nallowed: one tokenizer\nfix: make one of them again"
+                )
         evaluated: dict[str, Sequences] = {}
         if config.data.held_out_fraction:
             evaluated[HELD_OUT] = sequences_of(corpus, config, "held_out")

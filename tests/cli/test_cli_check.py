@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import bmburst
 from bmburst.cli import main
 from bmburst.cli.check import run_rank
-from bmburst.config import build_config, read_layer
+from bmburst.config import from_dict
 from bmburst.schedule.parallelism import MeshShape
 from bmburst.train import check
 from bmburst.train.check import AFTER_FILE, BEFORE_FILE, GRADIENT_FILE, Steps, compare_runs
@@ -205,7 +205,7 @@ def launches(here, monkeypatch):
     def launch(spec, command, request):
         assert command == ["-m", "bmburst.launch.handover", "bmburst.cli.check"]
         request = json.loads(request)
-        config = build_config(TrainConfig, read_layer(TrainConfig, request["config"], ""))
+        config = from_dict(TrainConfig, request["config"])
         calls.append((spec.nproc, config, request["steps"]))
         assert request["ranks"] == spec.nproc
         leave(config.output, noise=calls.noise if spec.nproc > 1 else 0.0, names=calls.names)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.config import build_config, read_layer
+from bmburst.config import from_dict
 from bmburst.data import load_tokenizer
 from bmburst.data.chat import RecordEncoder
-from bmburst.data.record import Pair
 from bmburst.data.records import hold_records, read_records
 from bmburst.data.sources import find_sources
 from bmburst.errors import UserError
@@ -38,7 +37,7 @@ def test_a_row_is_read_or_refused_as_the_table_says(tmp_path, row):
     json.loads(line.strip("`"))
     words = shlex.split(options.strip("`"))
     names = {word.removeprefix("--data."): value for word, value in zip(words[::2], words[1::2], strict=True)}
-    form = build_config(RecordFormat, read_layer(RecordFormat, names, ""))
+    form = from_dict(RecordFormat, names)
     encoder = RecordEncoder(load_tokenizer(str(chat.directory(tmp_path / "t"))), None, form.learned_roles)
     found = find_sources([path])
     if wanted.startswith("refused"):
@@ -50,7 +49,7 @@ def test_a_row_is_read_or_refused_as_the_table_says(tmp_path, row):
     records = list(read_records(found, form=form))
     made = encoder.encode(records[0])
     assert made.answers.any()
-    kind = "text" if not hold_records(found, form) else "pair" if isinstance(records[0], Pair) else "record"
+    kind = "text" if not hold_records(found, form) else "pair" if records[0].is_pair else "record"
     assert wanted.split()[0].rstrip(",:") == kind
     tokenizer = encoder.tokenizer
     first = slice(made.documents[0][0] if made.documents else None)

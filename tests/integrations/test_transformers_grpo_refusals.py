@@ -14,13 +14,14 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 
+from bmburst.integrations import trainer_arguments
 from bmburst.integrations.grpo_rows import rows_of_ranks
 from bmburst.integrations.transformers import SplitSequences, recompute, register
-from bmburst.integrations.transformers_grpo import SplitRows, _OwnRows, _require_turns_alone, require_read
+from bmburst.integrations.transformers_grpo import SplitRows, _OwnRows, _require_tokens, _require_turns_alone
 from tests import tiny
-from tests.distributed.threads import mesh_of
+from tests.distributed.threads import mesh_of, run_ranks
 from tests.integrations.transformers_grpo_program import PROMPTS, SplitGRPO, rewarded, tokenizer
-from tests.refusals import refused
+from tests.refusals import refusal_of, refused, says
 
 READ = {
     (GRPOTrainer, "_compute_loss"): "80295546bbdb",
@@ -73,11 +74,11 @@ def test_the_methods_of_trl_are_those_that_were_read() -> None:
     assert found == READ
 
 
-def test_another_version_of_trl() -> None:
-    require_read(SplitGRPO)
+def test_another_version_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ("1.15.2", "1.160.0"):
+        monkeypatch.setattr(trainer_arguments, "version", {"trl": other}.get)
         with refused(f"TRL is {other} | GRPOTrainer | allowed: 1.16.* | fix: pip install"):
-            require_read(SplitGRPO, other)
+            SplitGRPO(split=_split(), model="folder that does not exist")
 
 
 @pytest.mark.parametrize("kind", [DPOTrainer, KTOTrainer, SFTTrainer])
@@ -214,6 +215,25 @@ def test_rows_that_are_not_known(tmp_path: Path) -> None:
     for name in ("pixel_values", "token_type_ids"):
         with refused(f"rows with {name} | allowed: text"):
             trainer._get_per_token_logps_and_entropies(trainer.model, ones, ones, 2, **{name: ones})
+
+
+def test_an_answer_without_a_token(tmp_path: Path) -> None:
+    """TRL reads its last token, so that rank would fail alone, and the others wait for it."""
+    made = {"prompt_ids": [[2], [3]], "logprobs": None}
+
+    def answers(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        return made | {"completion_ids": [[4], [] if "empty" in prompts else [5]]}
+
+    trainer = _trainer(tmp_path, rollout_func=answers)
+    assert trainer.rollout_func(["a", "b"], trainer) == answers(["a", "b"], trainer)
+
+    def over_ranks(comm: Any) -> str:
+        of_rank = SimpleNamespace(rollout_func=answers)
+        _require_tokens(of_rank, mesh_of(comm))
+        return refusal_of(of_rank.rollout_func, ["a", "empty" if comm.rank == 1 else "b"], of_rank)
+
+    for told in run_ranks(3, over_ranks):
+        says(told, "rollout_func | without a token on rank 1 | allowed: one token or more | fix: end an empty answer")
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])

@@ -167,44 +167,26 @@ def test_json_has_every_number_of_gpus(capsys):
     assert sum(six["memory"][name] for name in ("weights", "cache", "working")) < six["memory"]["available"]
 
 
+ASKED = "--preset llama-3-8b --sequence-length 4K"
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--generate", "--sequence-length", "4K"), "--preset | missing | fix:"),
-        (("--generate", "--preset", "llama-3-8b"), "--sequence-length | missing"),
-        (("--generate", "--preset", "llama-3-9b", "--sequence-length", "4K"), "'llama-3-9b' | 'llama-3-8b'"),
-        (("--generate", "--preset", "llama-3-8b", "--sequence-length", "0"), "sequence_length | '0' | at least 1"),
-        (
-            ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--nproc", "0"),
-            "--nproc 0 | allowed | 1",
-        ),
-        (
-            ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--max-new-tokens", "0"),
-            "--max-new-tokens 0 | at least 1",
-        ),
-        (
-            ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--batch-size", "-1"),
-            "batch_size | '-1' | at least 1",
-        ),
-        (
-            ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--dtype", "int8"),
-            "dtype | 'int8' | bfloat16",
-        ),
-        (
-            ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--nodes", "2"),
-            "--nodes | --generate | fix:",
-        ),
-        (
-            ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--parallel.zero_level", "3"),
-            "--parallel.zero_level | fix:",
-        ),
-        (("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--hardware", "h900"), "'h900'"),
-        (
-            ("--max-new-tokens", "3", "--preset", "llama-3-8b", "--sequence-length", "4K"),
-            "--max-new-tokens 3 | --generate",
-        ),
+        ("--generate --sequence-length 4K", "--preset | missing | fix:"),
+        ("--generate --preset llama-3-8b", "--sequence-length | missing"),
+        ("--generate --preset llama-3-9b --sequence-length 4K", "'llama-3-9b' | 'llama-3-8b'"),
+        ("--generate --preset llama-3-8b --sequence-length 0", "sequence_length | '0' | at least 1"),
+        (f"--generate {ASKED} --nproc 0", "--nproc 0 | allowed | 1"),
+        (f"--generate {ASKED} --max-new-tokens 0", "--max-new-tokens 0 | at least 1"),
+        (f"--generate {ASKED} --batch-size -1", "batch_size | '-1' | at least 1"),
+        (f"--generate {ASKED} --dtype int8", "dtype | 'int8' | bfloat16"),
+        (f"--generate {ASKED} --nodes 2", "--nodes | --generate | fix:"),
+        (f"--generate {ASKED} --parallel.zero_level 3", "--parallel.zero_level | fix:"),
+        (f"--generate {ASKED} --hardware h900", "'h900'"),
+        (f"--max-new-tokens 3 {ASKED}", "--max-new-tokens 3 | --generate"),
     ],
 )
 def test_bad_input_is_refused(argv, words, capsys):
-    assert main(["plan", *argv]) == 2
+    assert main(["plan", *argv.split()]) == 2
     says(capsys.readouterr().err, words)

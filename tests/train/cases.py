@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from bmburst.train.config import TrainConfig
+from bmburst.train.schedule import learning_rate
 from tests import lazy
 from tests.distributed.programs import run_program
 
@@ -77,6 +79,16 @@ def adamw(model: torch.nn.Module, weight_decay: float, **options: Any) -> torch.
     return torch.optim.AdamW(groups, **options)
 
 
+def as_configured(model: torch.nn.Module, config: TrainConfig) -> dict[str, Any]:
+    """Return torch's AdamW for a model, and the learning rate of each step, of a run's configuration."""
+    own = config.optimizer
+    assert own.lr is not None
+    return {
+        "optimizer": adamw(model, own.weight_decay, betas=(own.beta1, own.beta2), eps=own.eps),
+        "rate": lambda step: learning_rate(config.schedule, own.lr, step, config.steps),
+    }
+
+
 def record(trainer: Any, batches: Iterable[Any]) -> dict[str, Any]:
     """Train on each batch; return losses, norms and numbers of tokens, and the whole gradients of the first."""
     seen: dict[str, Any] = {"losses": [], "norms": [], "tokens": []}
@@ -92,9 +104,9 @@ def record(trainer: Any, batches: Iterable[Any]) -> dict[str, Any]:
 
 def reference_steps(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
     losses: Iterable[torch.Tensor],
     *,
+    optimizer: torch.optim.Optimizer,
     clip: float | None = None,
     rate: Callable[[int], float] | None = None,
 ) -> dict[str, Any]:
@@ -102,8 +114,8 @@ def reference_steps(
 
     Args:
         model: The model; updated.
-        optimizer: See `adamw`.
         losses: The mean loss of each step, computed when it is its turn.
+        optimizer: See `adamw`.
         clip: Largest norm of a gradient.
         rate: The learning rate of each step, from 1; None: that of the optimizer.
     """

@@ -14,6 +14,7 @@ class Given(NamedTuple):
     inputs: Tensor
     labels: Tensor
     documents: tuple[tuple[int, ...], ...] | None = None
+    weighted: bool = False
 
     @property
     def parents(self) -> tuple[None, ...]:

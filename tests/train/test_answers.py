@@ -14,12 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from bmburst.data import Batches, open_corpus
 from bmburst.data.whole_documents import pack_sequences
-from bmburst.train.schedule import learning_rate
 from tests import chat, tiny
 from tests.distributed.programs import run_program
 from tests.pairs import long, selected
 from tests.train import answers_program as program
-from tests.train.cases import adamw, labelled, reference_steps, require_near, result, run_cases
+from tests.train.cases import as_configured, labelled, reference_steps, require_near, result, run_cases
 
 CASES = pytest.mark.parametrize("case", [*program.CASES, *long(*zip(program.MORE))], ids=str)
 
@@ -105,8 +104,7 @@ def reference_of(folder, case):
 
     with torch.no_grad():
         total, _, count = summed_of(held, range(len(held)), weighted=False)
-    evaluated, tokens, rates = total.item() / count, [], config.optimizer
-    optimizer = adamw(model, rates.weight_decay, betas=(rates.beta1, rates.beta2), eps=rates.eps)
+    evaluated, tokens = total.item() / count, []
     batches = Batches(sequences, batch_size=config.batch_size, seed=config.seed)
 
     def loss(_):
@@ -116,10 +114,7 @@ def reference_of(folder, case):
         tokens.append(count)
         return total / weights
 
-    def rate(step):
-        return learning_rate(config.schedule, rates.lr, step, config.steps)
-
-    found = reference_steps(model, optimizer, map(loss, range(program.STEPS)), rate=rate)
+    found = reference_steps(model, map(loss, range(program.STEPS)), **as_configured(model, config))
     return found | {"evaluated": evaluated, "tokens": tokens}
 
 

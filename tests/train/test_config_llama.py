@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import RopeScaling
 from bmburst.blocks.presets import PRESETS, preset
-from bmburst.config import build_config, read_layer, to_dict
+from bmburst.config import from_dict, to_dict
 from tests import tiny
 from tests.refusals import refusal_of, says
 
@@ -46,7 +46,7 @@ def test_transformers_reads_what_we_write_and_we_what_it_writes(scaling, form, m
     assert theirs.rope_parameters["rope_type"] == ("default" if scaling is None else scaling.kind)
     assert LlamaConfig.from_hugging_face(theirs.to_dict()) == config
     assert LlamaConfig.from_hugging_face(values) == config
-    assert build_config(LlamaConfig, read_layer(LlamaConfig, json.loads(json.dumps(to_dict(config))), "")) == config
+    assert from_dict(LlamaConfig, json.loads(json.dumps(to_dict(config)))) == config
 
 
 @pytest.mark.parametrize("more", [{}, {"head_dim": 10}, {"tie_embeddings": True}])

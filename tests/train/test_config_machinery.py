@@ -8,7 +8,17 @@ from typing import Literal
 
 import pytest
 
-from bmburst.config import build_config, check_fields, field, leaves, overlay, read_config_file, read_layer, to_dict
+from bmburst.config import (
+    build_config,
+    check_fields,
+    field,
+    from_dict,
+    leaves,
+    overlay,
+    read_config_file,
+    read_layer,
+    to_dict,
+)
 from tests.refusals import refusal_of, says
 
 
@@ -46,7 +56,7 @@ class Tree:
 
 
 def made(values, source=""):
-    return build_config(Tree, read_layer(Tree, values, source))
+    return from_dict(Tree, values, source)
 
 
 FULL = Tree(

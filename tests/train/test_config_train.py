@@ -190,66 +190,53 @@ def test_mesh(values, world, mesh):
     config.validate(world)
 
 
+def degrees(**sizes):
+    return {f"parallel.{name}_parallel": size for name, size in sizes.items()}
+
+
+HEADS = {"parallel.strategy": "heads"}
+
+
 @pytest.mark.parametrize(
     ("options", "world", "words"),
     [
-        ({"parallel.data_parallel": 3}, 4, "data_parallel 3 | 4 ranks | 1, 2, 4"),
-        ({"parallel.data_parallel": 4}, 2, "data_parallel 4 | 2 ranks | 1, 2"),
-        ({"parallel.sequence_parallel": 3}, 4, "data_parallel 1 | sequence_parallel 3 | 3 ranks | 4"),
-        ({"parallel.data_parallel": 2, "parallel.sequence_parallel": 2}, 2, "--nproc 4"),
-        ({"batch_size": 3, "parallel.data_parallel": 2}, 2, "--batch-size 4"),
+        (degrees(data=3), 4, "data_parallel 3 | 4 ranks | 1, 2, 4"),
+        (degrees(data=4), 2, "data_parallel 4 | 2 ranks | 1, 2"),
+        (degrees(sequence=3), 4, "data_parallel 1 | sequence_parallel 3 | 3 ranks | 4"),
+        (degrees(data=2, sequence=2), 2, "--nproc 4"),
+        (degrees(data=2) | {"batch_size": 3}, 2, "--batch-size 4"),
         ({"batch_size": 2, "micro_batch_size": 4}, 2, "multiples of 4"),
-        ({"batch_size": 6, "micro_batch_size": 2, "parallel.data_parallel": 2}, 4, "--batch-size 8"),
+        (degrees(data=2) | {"batch_size": 6, "micro_batch_size": 2}, 4, "--batch-size 8"),
         ({"sequence_length": 3}, 4, "sequence_length 3 | 4 sequence ranks"),
         ({}, 0, "0 ranks"),
-        ({"parallel.tensor_parallel": 3}, 4, "tensor_parallel 3 | 4 ranks | 1, 2, 4 | fix: --nproc 3"),
+        (degrees(tensor=3), 4, "tensor_parallel 3 | 4 ranks | 1, 2, 4 | fix: --nproc 3"),
+        (degrees(tensor=2, data=3), 8, "data_parallel 3 | 8 ranks | tensor_parallel 2 | 1, 2, 4 | fix: --nproc 6"),
         (
-            {"parallel.tensor_parallel": 2, "parallel.data_parallel": 3},
-            8,
-            "data_parallel 3 | 8 ranks | tensor_parallel 2 | 1, 2, 4 | fix: --nproc 6",
-        ),
-        (
-            {"parallel.tensor_parallel": 2, "parallel.sequence_parallel": 2},
+            degrees(tensor=2, sequence=2),
             6,
             "data_parallel 1 | sequence_parallel 2 | tensor_parallel 2 | 4 ranks | 6 | fix: --nproc 4",
         ),
-        ({"parallel.tensor_parallel": 8}, 8, "tensor 8 | 4 query heads | 2 KV heads | work: 4"),
+        (degrees(tensor=8), 8, "tensor 8 | 4 query heads | 2 KV heads | work: 4"),
         (
-            {"parallel.strategy": "heads"},
+            HEADS,
             3,
             "strategy | 'heads' | 3 sequence ranks | 4 query heads | 2 KV heads | 1, 2, 4 | fix: --strategy auto",
         ),
+        (HEADS | degrees(tensor=2), 8, "4 sequence ranks | 2 query heads | 1 KV heads | 1, 2 sequence ranks | fix: "),
         (
-            {"parallel.strategy": "heads", "parallel.tensor_parallel": 2},
-            8,
-            "4 sequence ranks | 2 query heads | 1 KV heads | 1, 2 sequence ranks | fix: ",
-        ),
-        (
-            {"parallel.strategy": "heads", "model.num_heads": 6, "model.hidden_size": 192},
+            HEADS | {"model.num_heads": 6, "model.hidden_size": 192},
             4,
             "4 sequence ranks | 6 query heads | 2 KV heads | 1, 2, 6 sequence ranks | fix: ",
         ),
+        (degrees(tensor=4) | {"model.intermediate_size": 510}, 4, "tensor 4 | intermediate_size 510 | 3 and 5"),
+        (degrees(pipeline=3), 4, "pipeline_parallel 3 | 4 ranks | 1, 2, 4 | --nproc 3"),
         (
-            {"parallel.tensor_parallel": 4, "model.intermediate_size": 510},
-            4,
-            "tensor 4 | intermediate_size 510 | 3 and 5",
-        ),
-        ({"parallel.pipeline_parallel": 3}, 4, "pipeline_parallel 3 | 4 ranks | 1, 2, 4 | --nproc 3"),
-        (
-            {"parallel.pipeline_parallel": 2, "batch_size": 1},
+            degrees(pipeline=2) | {"batch_size": 1},
             2,
-            "pipeline_parallel 2 | 1 micro-batches | batch_size | --batch-size",
+            "pipeline_parallel 2 | 1 micro-batches | --batch-size",
         ),
-        (
-            {"parallel.pipeline_parallel": 2, "parallel.tensor_parallel": 2},
-            6,
-            "tensor_parallel 2 | 3 ranks of a stage | 1, 3 | --nproc 4",
-        ),
-        (
-            {"parallel.pipeline_parallel": 2, "parallel.sequence_parallel": 2},
-            6,
-            "pipeline_parallel 2 | sequence_parallel 2 | 4 ranks | 6 | --nproc 4",
-        ),
+        (degrees(pipeline=2, tensor=2), 6, "tensor_parallel 2 | 3 ranks of a stage | 1, 3 | --nproc 4"),
+        (degrees(pipeline=2, sequence=2), 6, "pipeline_parallel 2 | sequence_parallel 2 | 4 ranks | 6 | --nproc 4"),
     ],
 )
 def test_ranks_that_do_not_match_are_refused(options, world, words):

@@ -49,7 +49,7 @@ def reference(request, folder):
         logits = model(inputs).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
-    found = reference_steps(model, optimizer, map(loss, range(case.steps)), clip=case.clip_norm)
+    found = reference_steps(model, map(loss, range(case.steps)), optimizer=optimizer, clip=case.clip_norm)
     every, few = (
         {"gradients": found["gradients"], "parameters": found["parameters"][count - 1]}
         | {name: found[name][:count] for name in ("losses", "norms")}

@@ -228,7 +228,7 @@ def test_copies_that_come_late_are_waited_for():
         copies.send_gradients(blocks[0], reader)
         parts = states.part_of_all(len(shard.weights), "")
         state = states.initial_state(shard.weights, shard.weights.device, "float32", parts, with_weights=True)
-        given = {"parts": parts, "rates": Rates(1.0, (0.5, 0.5), 0.0, 0.0), "scale": 2.0}
+        given = {"weights": shard.weights, "parts": parts, "rates": Rates(1.0, (0.5, 0.5), 0.0, 0.0), "scale": 2.0}
         late = lazy.updates.LateUpdates()
         late.start([ShardUpdate(shard=shard, gradient=shard.parameter.grad, state=state, **given)])
         shard.settle()

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from bmburst.data import Batches, PackedSequences, open_corpus
-from bmburst.train.schedule import learning_rate
 from tests import tiny
 from tests.pairs import long, selected
 from tests.train import packed_program as program
-from tests.train.cases import adamw, reference_steps, require_near, result, run_cases
+from tests.train.cases import as_configured, reference_steps, require_near, result, run_cases
 
 CASES = pytest.mark.parametrize("case", [*program.CASES, *long(*zip(program.MORE))], ids=str)
 cross_entropy = partial(torch.nn.functional.cross_entropy, reduction="sum")
@@ -46,18 +45,14 @@ def sum_over_documents(model, inputs, labels, lengths):
 @pytest.fixture(scope="module")
 def reference(folder):
     model, config = tiny.load(folder / "model"), program.config(folder, program.CASES[0])
-    options = config.optimizer
-    optimizer = adamw(model, options.weight_decay, betas=(options.beta1, options.beta2), eps=options.eps)
 
     def loss(step):
         inputs, labels = program.batch(step)
         rows = zip(inputs, labels, program.lengths(step), strict=True)
         return sum(sum_over_documents(model, *row) for row in rows) / (labels != -100).sum()
 
-    def rate(step):
-        return learning_rate(config.schedule, options.lr, step, config.steps)
-
-    found = reference_steps(model, optimizer, map(loss, range(program.STEPS)), clip=options.clip_norm, rate=rate)
+    steps, clip = map(loss, range(program.STEPS)), config.optimizer.clip_norm
+    found = reference_steps(model, steps, clip=clip, **as_configured(model, config))
     found["parameters"] = found["parameters"][-1]
     samples = next(Batches(packed(folder, config, "train"), batch_size=config.batch_size, seed=config.seed))
     found["text"] = *map(torch.from_numpy, samples.whole()), samples.documents

@@ -152,7 +152,7 @@ def test_the_summary_is_of_warm_steps_and_leaves_out_what_is_unknown(tmp_path):
     }
     said = dict(re.split(r"  +", line.strip()) for line in text.splitlines())
     assert said["steps"].startswith("4, 2 skipped") and said["time a step"] == "2.5 s" and said["tokens/s"] == "40"
-    assert said["peak memory"] == "5.0 GiB" and said["exposed communication"] == "300 ms" and "MFU" not in said
+    assert said["peak memory"] == "5.00 GiB" and said["exposed communication"] == "300 ms" and "MFU" not in said
     summary.add(step(5, 2.5, mfu=0.512, mfu_kernel=0.58))
     assert re.search(r"MFU +51\.2%\n +MFU of kernels +58\.0%", summary.write(tmp_path))
 

@@ -98,6 +98,9 @@ def test_the_table_at_the_end():
 def test_units_fit_the_size():
     assert [seconds_text(each) for each in (1969.4, 98.71, 0.9996)] == ["1,969 s", "98.7 s", "1,000 ms"]
     assert [prefixed(each, "FLOP/s") for each in (6.44e9, 12.0)] == ["6.44 GFLOP/s", "12 FLOP/s"]
+    assert [bytes_text(size * GIB) for size in (4.584, 9.994, 9.996, 203)] == [
+        f"{text} GiB" for text in ("4.58", "9.99", "10.0", "203.0")
+    ]
     assert (bytes_text(465 * 2**20), counted(819_200), counted(50)) == ("465.0 MiB", "819K", "50")
 
 
