@@ -42,7 +42,7 @@ SPANS = {
     "documents": (((0, 4), (4, 5), (5, 21), (21, 23)), ((0, 23),)),
     "padding": (((6, 23),), ((0, 19),)),  # before one sample, behind the other
 }
-BALANCED_SPANS = (((0, 4), (4, 5), (5, 21)),) * 2  # this layout needs the same documents in all samples
+EVERY_SPAN = SPANS | {"balanced": (((0, 4), (4, 5), (5, 21)),) * 2}  # this layout needs equal documents in all samples
 LAYOUTS = {"documents": "zigzag", "padding": "contiguous", "balanced": "balanced"}
 ANSWERED = ("nemotron_h", "bamba", "kimi_linear", "mamba", "minimax", "recurrent_gemma", "deepseek_v3", "llama4_text")
 """Types that generate in every run: with states of transformers' or of their own, also without keys and values, with a
@@ -82,7 +82,7 @@ def alone(name: str, case: str, *, lora: bool = False) -> Found:
     model = with_lora(model) if lora else model
     logits = torch.zeros(2, TOKENS, VOCABULARY, dtype=torch.float64)
     losses = []
-    for sample, spans in enumerate((SPANS | {"balanced": BALANCED_SPANS})[case]):
+    for sample, spans in enumerate(EVERY_SPAN[case]):
         for begin, end in spans:
             text = ids()[sample : sample + 1, begin:end]
             found = model(input_ids=text, use_cache=False).logits[0]
@@ -142,10 +142,8 @@ def answers(output: Path, types: tuple[str, ...], lengths: tuple[int, ...]) -> N
 
 
 def part_of(split: SplitSequences, case: str) -> Part:
-    if case == "balanced":
-        return split.part(ids(), documents=Documents(tuple(end - begin for begin, end in BALANCED_SPANS[0])))
-    if case == "documents":
-        lengths = [[end - begin for begin, end in spans] for spans in SPANS[case]]
+    if case != "padding":
+        lengths = [[end - begin for begin, end in spans] for spans in EVERY_SPAN[case]]
         return split.part(ids(), documents=[Documents(tuple(each)) for each in lengths])
     mask = torch.zeros(2, TOKENS, dtype=torch.int64)
     for row, ((begin, end),) in zip(mask, SPANS[case], strict=True):
