@@ -282,7 +282,7 @@ def left_in(folder: Path) -> str:
     names = []
     for path in sorted(folder.glob("checkpoints/.*")):
         written = len(list(path.iterdir()))
-        names.append("an old one half removed" if path.suffix == ".old" else f"{written} of 5 files of an unnamed one")
+        names.append("an old one half removed" if path.suffix == ".old" else f"{written} files of an unnamed one")
     return f"{len(list(folder.glob('checkpoints/step-*')))} whole" + "".join(f", {name}" for name in names)
 
 

@@ -43,7 +43,7 @@ from bmburst.linear.api import burst_causal_conv, burst_linear_attention, burst_
 LAYER_TYPES = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
 """Types of layers in modules of `MIXERS`, besides those of attention."""
 
-_LAYOUTS = ("zigzag", "contiguous")
+_LAYOUTS = ("zigzag", "contiguous", "balanced")
 _MARK = "reads_split_batches"
 _MASKS = "create_recurrent_attention_mask"
 _FUSED = frozenset({"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"})

@@ -164,7 +164,7 @@ def _has(layer: nn.Module, names: tuple[str, ...]) -> bool:
 
 def _unpriced(module: nn.Module, why: str) -> UserError:
     return UserError(
-        f"bmburst plan cannot price {type(module).__name__}: {why}\n"
+        f"cannot price {type(module).__name__}: {why}\n"
         "allowed: attention, latent attention, gated and Kimi delta rule, Mamba 2, Lightning, short convolutions\n"
         "fix: time some steps of the model itself; plan has no estimate of it"
     )

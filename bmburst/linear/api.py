@@ -171,7 +171,7 @@ def burst_ssd(
     with comm.first_calls("burst_ssd") as is_first:
         comm.decided(decide)
         for name, tensor in shared.items() if is_first else ():
-            comm.require_alike(f"{name} of burst_ssd", tensor)
+            comm.require_alike(f"{name} of burst_ssd", tensor, "parameter")
     wide = torch.promote_types(x.dtype, torch.float32)
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     step = functional.softplus(step) if dt_softplus else step
@@ -304,8 +304,9 @@ def burst_causal_conv(
 
     with comm.first_calls("burst_causal_conv") as is_first:
         call = comm.decided(decide)
-        if is_first:
-            comm.require_alike("weight of burst_causal_conv", weight)
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if is_first and tensor is not None:
+                comm.require_alike(f"{name} of burst_causal_conv", tensor, "parameter")
     out, final = SequenceConv.apply(call, x, weight, bias, initial_state)  # type: ignore[no-untyped-call]
     return (out, final) if final_state else out
 

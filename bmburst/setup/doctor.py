@@ -135,19 +135,20 @@ def flash_attention_4(name: str, gpus: list[int] | None = None, machine: "Machin
     return found
 
 
-def linear_attention(name: str) -> Finding:
-    """Check whether fla-core computes recurrent layers on this machine's GPUs, by the rules of its versions."""
+def linear_attention(name: str, gpus: list[int] | None = None, machine: "Machine | None" = None) -> Finding:
+    """Check whether fla-core computes recurrent layers on GPUs, by default this machine's, by its rules of versions."""
     from bmburst_ops.linear.fla import unusable
-    from bmburst_ops.machine import version_of
+    from bmburst_ops.machine import HERE
 
-    gpus = capabilities()
+    gpus, machine = capabilities() if gpus is None else gpus, machine or HERE
     if not gpus:
         return Finding(name, "note", "needs a GPU")
+    version = machine.version("fla-core")
     for sm in sorted(gpus):
-        if (found := unusable((sm // 10, sm % 10))) is not None:
-            status: Status = "missing" if version_of("fla-core") is None else "broken"
+        if (found := unusable((sm // 10, sm % 10), machine)) is not None:
+            status: Status = "missing" if version is None else "broken"
             return Finding(name, status, f"recurrent layers run in plain torch: {found[0]}", found[1])
-    return Finding(name, "ok", _version("fla-core"))
+    return Finding(name, "ok", ".".join(map(str, version or ())))
 
 
 def _caches_of_gpus(name: str) -> Finding:

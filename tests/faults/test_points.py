@@ -124,7 +124,7 @@ def test_a_watch_sees_only_what_is_new(tmp_path):
     hidden = run / "checkpoints" / ".step-000009"
     hidden.mkdir()
     (hidden / "model.safetensors").touch()
-    assert (newest(run), left_in(run)) == (6, "1 whole, 1 of 5 files of an unnamed one")
+    assert (newest(run), left_in(run)) == (6, "1 whole, 1 files of an unnamed one")
     watch = RunWatch(run)
     assert watch.done == 6
     assert not any((watch.has_step(7), watch.is_begun(9), watch.is_written(9), watch.is_there(6)))

@@ -29,14 +29,21 @@ REST = (
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "lfm2_moe", "lfm3", "mamba"),
     *("mamba2", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2"),
 )
-CASES = (*product((*FEW, *OTHERS[::2]), ("documents",)), *product((*FEW[::2], *OTHERS[1::2]), ("padding",)))
-"""Types and batches of `SPANS`: each type, and each kind of state from document to document."""
+CASES = (
+    *product((*FEW, *OTHERS[::2]), ("documents",)),
+    *product((*FEW[::2], *OTHERS[1::2]), ("padding",)),
+    *product(FEW[1:6:2], ("balanced",)),
+)
+"""Types and batches: each type, and each kind of state from document to document."""
+BALANCED = tuple(product(FEW[:-1], ("balanced",)))  # the windows of recurrent_gemma need another layout
 TOKENS, VOCABULARY = 23, 61  # odd, and padded on 2 and 3 ranks
 # The first and last token, exclusive, of each document of two samples. One of a token, one over three ranks.
 SPANS = {
     "documents": (((0, 4), (4, 5), (5, 21), (21, 23)), ((0, 23),)),
     "padding": (((6, 23),), ((0, 19),)),  # before one sample, behind the other
 }
+EVERY_SPAN = SPANS | {"balanced": (((0, 4), (4, 5), (5, 21)),) * 2}  # this layout needs equal documents in all samples
+LAYOUTS = {"documents": "zigzag", "padding": "contiguous", "balanced": "balanced"}
 ANSWERED = ("nemotron_h", "bamba", "kimi_linear", "mamba", "minimax", "recurrent_gemma", "deepseek_v3", "llama4_text")
 """Types that generate in every run: with states of transformers' or of their own, also without keys and values, with a
 cache of latents, with chunks, or with positions that they would count from 0 in each call."""
@@ -75,7 +82,7 @@ def alone(name: str, case: str, *, lora: bool = False) -> Found:
     model = with_lora(model) if lora else model
     logits = torch.zeros(2, TOKENS, VOCABULARY, dtype=torch.float64)
     losses = []
-    for sample, spans in enumerate(SPANS[case]):
+    for sample, spans in enumerate(EVERY_SPAN[case]):
         for begin, end in spans:
             text = ids()[sample : sample + 1, begin:end]
             found = model(input_ids=text, use_cache=False).logits[0]
@@ -92,7 +99,7 @@ def run(output: Path, cases: Sequence[tuple[str, str]], size: int, wraps: bool) 
     mesh, found = Mesh.over_process_group(sequence=size), {}
     for name, case in cases:
         model = tiny_model(name, "bmburst")
-        part = part_of(SplitSequences(mesh, layout="zigzag" if case == "documents" else "contiguous"), case)
+        part = part_of(SplitSequences(mesh, layout=LAYOUTS[case]), case)
         with torch.no_grad():
             logits = part.whole(part.logits(model))
         found[f"{name} {case}"] = {"logits": logits} | step(model, part)
@@ -135,8 +142,8 @@ def answers(output: Path, types: tuple[str, ...], lengths: tuple[int, ...]) -> N
 
 
 def part_of(split: SplitSequences, case: str) -> Part:
-    if case == "documents":
-        lengths = [[end - begin for begin, end in spans] for spans in SPANS[case]]
+    if case != "padding":
+        lengths = [[end - begin for begin, end in spans] for spans in EVERY_SPAN[case]]
         return split.part(ids(), documents=[Documents(tuple(each)) for each in lengths])
     mask = torch.zeros(2, TOKENS, dtype=torch.int64)
     for row, ((begin, end),) in zip(mask, SPANS[case], strict=True):

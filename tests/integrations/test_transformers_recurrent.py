@@ -67,7 +67,8 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_all_types(tmp_path: Path, size: int) -> None:
-    compare(tmp_path, size, [*product(program.FEW + program.OTHERS + program.REST, program.SPANS)], wraps=True)
+    types = program.FEW + program.OTHERS + program.REST
+    compare(tmp_path, size, [*product(types, program.SPANS), *program.BALANCED], wraps=True)
 
 
 def answered(folder: Path, size: int, types: tuple[str, ...], lengths: tuple[int, ...] = program.PROMPTS) -> None:
@@ -177,7 +178,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     ),
     "a striped layout": (
         lambda _, model: SplitSequences(ALONE, layout="striped").part(IDS).logits(model),
-        "Qwen3NextGatedDeltaNet | 'striped' | allowed: zigzag, contiguous",
+        "Qwen3NextGatedDeltaNet | 'striped' | allowed: zigzag, contiguous, balanced",
     ),
     "kernels of a hub": (
         lambda part, model: setattr(model, "_use_kernels", True) or part.logits(model),

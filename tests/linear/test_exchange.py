@@ -89,3 +89,16 @@ def test_ranks_that_disagree(comm):
     state = torch.zeros(1, 4, 4, 3, dtype=torch.float64, requires_grad=comm.rank == 1)
     with refused("disagree | without gradient | with gradient"):
         bmburst.burst_linear_attention(**frozen, kind="decay", initial_state=state, group=comm)
+
+
+@on_ranks(2)
+def test_parameters_that_differ(comm):
+    """No message of the exchange would show them: each rank would have the layer of another model."""
+    conv, ssd = inputs("conv", 4), inputs("ssd", 4)
+    for function, given, name in (
+        (bmburst.burst_causal_conv, conv, "weight"),
+        (bmburst.burst_causal_conv, conv, "bias"),
+        *((bmburst.burst_ssd, ssd, name) for name in ("A", "D", "dt_bias")),
+    ):
+        with refused(f"{name} of | disagree | fix: | same weights | seed"):
+            function(**given | {name: given[name] * (1 + comm.rank)}, group=comm)
