@@ -239,8 +239,7 @@ def burst_scan(
     named = {"a": a, "b": b}
 
     def recurrence() -> Recurrence:
-        found = isinstance(b, Tensor) and b.dim() >= 3
-        shape: tuple[int | None, ...] = tuple(b.shape) if found else (None,) * 3
+        shape = _sizes(b, max(3, b.dim()) if isinstance(b, Tensor) else 3)
         words = "[batch, local_tokens, channels, ...]"
         tensors, shapes = {"b": b, "a": a}, {"b": shape, "a": shape}
         if initial_state is not None:
@@ -423,5 +422,6 @@ def _require_one_dtype(tensors: dict[str, Tensor]) -> None:
 
 
 def _sizes(tensor: object, dims: int) -> tuple[int | None, ...]:
-    """Return the shape of a tensor with that many dimensions; of anything else, any numbers."""
-    return tuple(tensor.shape) if isinstance(tensor, Tensor) and tensor.dim() == dims else (None,) * dims
+    """Return the shape of a tensor with that many dimensions; of anything else, and for sizes of 0, any numbers."""
+    sizes = tensor.shape if isinstance(tensor, Tensor) and tensor.dim() == dims else (None,) * dims
+    return tuple(size or None for size in sizes)
