@@ -52,7 +52,7 @@ def compare(folder: Path, size: int, cases: Sequence[tuple[str, str]], *, wraps:
     wrong = {}
     for key, ours in found.items():
         name, _, case = key.partition(" ")
-        theirs = program.alone(program.WRAPS.get(name, name), case or "documents", lora=name == "lora")
+        theirs = program.alone(program.WRAPS.get(name, name), case or "documents", lora=name.startswith("lora"))
         if off := distances(ours, theirs, LIMITS.get(name, LIMIT)):
             wrong[key] = off
     assert len(found) == len(cases) + (len(program.WRAPS) if wraps else 0)
