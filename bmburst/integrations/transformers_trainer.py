@@ -422,7 +422,7 @@ def require_known_engine(trainer: Any) -> None:
     """
     if "lomo" in trainer.args.optim:
         raise UserError(
-            f"optim={str(trainer.args.optim.value)!r} steps in each backward, before gradients are averaged over ranks\n"
+            f"optim={str(trainer.args.optim.value)!r} steps in each backward, before ranks average gradients\n"
             "fix: another optimizer, such as optim='adamw_torch'"
         )
     config = getattr(trainer.accelerator, "parallelism_config", None)

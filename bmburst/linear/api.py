@@ -293,18 +293,19 @@ def burst_causal_conv(
         length=length, mask=mask, layout=layout, has_initial=initial_state is not None, has_final=final_state
     )
 
+    given = {"weight": weight, "bias": bias, "initial_state": initial_state}
+    shared = {name: t for name, t in given.items() if t is not None}
+
     def decide() -> tuple[Any, str]:
         if activation is not None:
             require_known("activation", activation, ACTIVATIONS)
-        named = {"x": x, "weight": weight}
-        named |= {name: t for name, t in (("bias", bias), ("initial_state", initial_state)) if t is not None}
-        _require_conv(named)
-        return conv_call(comm, named, options, activation)
+        _require_conv({"x": x} | shared)
+        return conv_call(comm, {"x": x} | shared, options, activation)
 
     with comm.first_calls("burst_causal_conv") as is_first:
         call = comm.decided(decide)
-        if is_first:
-            comm.require_alike("weight of burst_causal_conv", weight)
+        for name, tensor in shared.items() if is_first else ():
+            comm.require_alike(f"{name} of burst_causal_conv", tensor)
     out, final = SequenceConv.apply(call, x, weight, bias, initial_state)  # type: ignore[no-untyped-call]
     return (out, final) if final_state else out
 

@@ -10,7 +10,7 @@ from bmburst.schedule.cost import LinearCost
 from tests.comm.counting import Counting
 from tests.distributed.threads import on_ranks, past_first_calls, run_ranks
 from tests.linear.oracle import problem
-from tests.linear.split import FUNCTIONS, fold
+from tests.linear.split import FUNCTIONS, KINDS, fold
 from tests.refusals import refused
 
 
@@ -89,3 +89,18 @@ def test_ranks_that_disagree(comm):
     state = torch.zeros(1, 4, 4, 3, dtype=torch.float64, requires_grad=comm.rank == 1)
     with refused("disagree | without gradient | with gradient"):
         bmburst.burst_linear_attention(**frozen, kind="decay", initial_state=state, group=comm)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_hold_other_weights_or_states(kind):
+    """Each rank would compute its tokens with its own."""
+
+    def body(comm):
+        case = problem(kind, 1, 4)
+        for name in (*case.shared, "initial_state"):
+            given = {**case.tokens, **case.shared, **case.options, "initial_state": case.state}
+            given[name] = given[name] * (1 + comm.rank)
+            with refused(f"disagree | {name} of | the same weights and states"):
+                FUNCTIONS[kind](**given, group=comm)
+
+    run_ranks(2, body)
