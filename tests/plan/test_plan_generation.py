@@ -178,6 +178,7 @@ def test_json_has_every_number_of_gpus(capsys):
             ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--nproc", "0"),
             "--nproc 0 | allowed | 1",
         ),
+        (("--preset", "llama-3-8b", "--sequence-length", "4K", "--nodes", "0"), "--nodes 0 | allowed | 1"),
         (
             ("--generate", "--preset", "llama-3-8b", "--sequence-length", "4K", "--max-new-tokens", "0"),
             "--max-new-tokens 0 | at least 1",
