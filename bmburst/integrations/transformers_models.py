@@ -307,7 +307,8 @@ def _problem(model: PreTrainedModel, modules: Modules, routed: bool) -> tuple[st
 
 def _path(model: nn.Module, wanted: nn.Module) -> str:
     """Return the name of a module in a model."""
-    return next(name for name, module in model.named_modules() if module is wanted)
+    found: str = next(name for name, module in model.named_modules() if module is wanted)
+    return found
 
 
 def recompute(model: torch.nn.Module, policy: str | Policy = "block-keep-attention") -> None:
