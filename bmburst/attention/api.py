@@ -219,7 +219,7 @@ def attend(
         if sink is not None:
             comm.decided(partial(check_sink, q, sink))
             if is_first:
-                comm.require_alike("sink of burst_attention", sink, "parameter")
+                comm.require_alike("sink of burst_attention", sink)
         call = decide(comm, q, k, v, length, options, key_length)
     executor, sinks = (executor_of(call), ()) if sink is None else (with_sink(executor_of(call)), (sink,))
     out, lse = SequenceAttention.apply(executor, call, q, k, v, *sinks)  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from bmburst.cli.program import NOTHING_FITS, CommandParser
 from bmburst.config import add_options, flat, given_options, hide_rare, leaves, option_name, read_layer
 from bmburst.errors import UserError, no_directory, require_known
 from bmburst.outputs import is_picture, require_file
+from bmburst.schedule.parallelism import MOST_RANKS
 from bmburst.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -294,7 +295,12 @@ def _model(settings: Mapping[str, Any]) -> "tuple[LlamaConfig, str, str | None]"
 
 
 def _gpus(args: argparse.Namespace) -> int:
-    return 8 if args.nproc is None else int(args.nproc)
+    """Return the GPUs of each node; UserError unless there are GPUs and nodes."""
+    gpus: int = 8 if args.nproc is None else args.nproc
+    for option, number in (("--nproc", gpus), ("--nodes", args.nodes)):
+        if not 1 <= number <= MOST_RANKS:
+            raise UserError(f"{option} {number}\nallowed: 1 to {MOST_RANKS}\nfix: for example {option} 2")
+    return gpus
 
 
 def _generate(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:

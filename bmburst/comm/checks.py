@@ -194,16 +194,16 @@ class CheckedCommunicator:
             yield True
         self._state.compared[kind] += 1
 
-    def require_alike(self, call: str, tensor: Tensor, kind: str = "contents") -> None:
+    def require_alike(self, call: str, tensor: Tensor, fact: str = "values") -> None:
         """Check, while active, that every rank holds the same floating point tensor, up to rounding.
 
         64 of its elements are compared. Results that ranks compute from one batch differ by rounding errors; results
         from different batches differ by about their own size.
 
         Args:
-            call: What the message names.
+            call: The call, for messages.
             tensor: The tensor.
-            kind: "contents" of a batch, or "parameter" of a model. The fix in the message depends on it.
+            fact: "values" of a weight or state; "contents" of a batch, for which a message has another fix.
 
         Raises:
             Mismatch: The ranks hold different tensors.
@@ -217,7 +217,7 @@ class CheckedCommunicator:
         rows = gathered.cpu()
         near = (rows - rows[0]).norm(dim=1) <= _ALIKE * torch.maximum(rows.norm(dim=1), rows[0].norm())
         different = disagreement(
-            [f"{call}\n{kind} {contents(rows[0 if same else r])}" for r, same in enumerate(near.tolist())]
+            [f"{call}\n{fact} {contents(rows[0 if same else r])}" for r, same in enumerate(near.tolist())]
         )
         if different:
             raise Mismatch(different)
@@ -374,16 +374,14 @@ _ONE_BATCH = (
     "ranks that share a sequence need the same batch: a sampler by data-parallel rank "
     "(num_replicas=mesh.shape.data, rank=mesh.data_rank), or a mesh with fewer sequence ranks"
 )
-_PARAMETER = (
-    "give every rank the same weights: set the same seed before the model is made, load one file, or broadcast them"
-)
+_ONE_MODEL = "the same weights and states on every rank: one seed or a broadcast, and averaged gradients"
 _GRADIENT = "call it under the same grad mode, with the same inputs that require a gradient, on every rank"
 _ORDER = "run the backward of the same calls in the same order on every rank, for example of one sum of all losses"
 _EQUAL = "pass the same value on every rank"
 _CONTROL = "let callbacks decide from what all ranks share, such as steps or evaluated losses, not from a clock"
 _FIXES = (
-    (re.compile(r"^parameter "), _PARAMETER),
     (re.compile(r"^weights "), "give all hosts the same files of the model, in a folder that they share"),
+    (re.compile(r"^values "), _ONE_MODEL),
     (re.compile(r"#[0-9a-f]{8}$|^documents "), _ONE_BATCH),  # values of a batch: a digest of `contents`, documents
     (re.compile(r"\d\[\d|shape \["), f"equal shapes and dtypes; {_ONE_BATCH}"),
     (re.compile(r"with(out)? gradient$"), _GRADIENT),

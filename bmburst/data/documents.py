@@ -172,24 +172,28 @@ class SetupError(UserError):
 def first_row(file: SourceFile) -> Iterator[tuple[str, Any]]:
     """Yield what `rows` yields first, if there is a row, without reading the rest of a JSON or JSONL file.
 
+    A file that cannot be read has none, unless the user named it: `read_documents` skips and reports it.
+
     Raises:
-        UserError: As `rows`.
-        OSError: As `rows`.
+        UserError: As `rows`, or the named file cannot be read.
     """
-    found = _first_element(file) if file.kind == "json" else None
-    if found is None:
-        few = parquet_rows(file, lambda _: None, 1) if file.kind == "parquet" else rows(file, lambda _: None)
-        yield from islice(few, 1)
-    else:
-        yield _element(file, 1), found
+    try:
+        found = _first_element(file) if file.kind == "json" else None
+        if found is None:
+            few = parquet_rows(file, lambda _: None, 1) if file.kind == "parquet" else rows(file, lambda _: None)
+            yield from islice(few, 1)
+        else:
+            yield _element(file, 1), found
+    except OSError as error:
+        if file.named:
+            raise unreadable(file.name, error) from error
 
 
 def have_fields(files: Iterable[SourceFile]) -> bool:
     """Return whether a file has rows with fields, by its first row: plain text has none, nor an array of texts.
 
     Raises:
-        UserError: As `rows`.
-        OSError: As `rows`.
+        UserError: As `first_row`.
     """
     return any(not isinstance(row, str) for file in files if file.kind != "text" for _, row in first_row(file))
 

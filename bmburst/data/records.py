@@ -83,8 +83,7 @@ def hold_records(files: Sequence[SourceFile], form: RecordFormat = DEFAULT) -> b
     Lines with the text field are text; with "text", only if they have no keys of records, as in TRL.
 
     Raises:
-        UserError: That line is not valid JSON.
-        OSError: The file cannot be read.
+        UserError: That line is not valid JSON, or the file cannot be read.
     """
     keys = _first_keys(files, form)
     is_text = form.text_field in keys and form.names_text  # data sets have the default field beside their records

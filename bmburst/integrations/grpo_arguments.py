@@ -6,7 +6,7 @@ The lists name what was read in TRL 1.16, and in transformers 5.23 and 5.24.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from bmburst.integrations.trainer_arguments import SHARED, done
+from bmburst.integrations.trainer_arguments import LOMO, SHARED, done
 
 _SAME = "read by TRL; the same, because every rank keeps its own rows"
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
@@ -68,7 +68,7 @@ _READ: Mapping[str, str] = MappingProxyType(
             length_column_name
             """,
         "no effect, because images are refused": "log_multimodal",
-        "read; optimizers that step in backward (LOMO) are refused": "optim",
+        LOMO: "optim",
         "read; `bmburst.integrations.transformers.recompute` takes its place where it was called": (
             "gradient_checkpointing gradient_checkpointing_kwargs "
             "activation_checkpointing activation_checkpointing_kwargs"

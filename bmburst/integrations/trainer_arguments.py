@@ -35,6 +35,7 @@ SHARED = """
     pad_to_multiple_of model args train_dataset eval_dataset processing_class callbacks optimizers quantization_config
 """
 """Arguments that were read for all of these trainers and are the same on split sequences."""
+LOMO = "read; optimizers that step in backward (LOMO) are refused"
 _NO_LOGITS = "no effect, because predictions are not gathered"
 
 
@@ -63,7 +64,7 @@ _READ: Mapping[str, str] = MappingProxyType(
     {
         _SAME: f"""
             {SHARED}
-            optim torch_compile torch_compile_backend torch_compile_mode activation_checkpointing
+            torch_compile torch_compile_backend torch_compile_mode activation_checkpointing
             activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs length_column_name
             model_init_kwargs chat_template_path dataset_text_field dataset_kwargs dataset_num_proc
             eos_token pad_token max_length truncation_mode packing packing_strategy padding_free eval_packing
@@ -75,6 +76,7 @@ _READ: Mapping[str, str] = MappingProxyType(
             batch_eval_metrics preprocess_logits_for_metrics
             """,
         "no effect, because Liger-Kernel is refused": "liger_kernel_config",
+        LOMO: "optim",
         "read; DistributedDataParallel and FSDP2 average the gradients, other kinds are refused": "fsdp fsdp_config",
         "read; `split_batches` is refused, and `dispatch_batches` with a data set that has a length, because the ranks "
         "of a sequence read the same batches": "accelerator_config",

@@ -144,16 +144,20 @@ def _require_known(others: Mapping[str, object]) -> None:
         )
 
 
+def _is_dense(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+
+
 def _are_integers(value: object) -> bool:
     """Return whether a value is a dense tensor of integers."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
+    if not isinstance(value, Tensor) or not _is_dense(value):
         return False
     return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
 def _kind(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
+    if not isinstance(value, Tensor) or value.is_nested:  # a nested tensor has no shape
+        return f"nested {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
     return f"{value.dtype} {list(value.shape)}" + ("" if value.layout == torch.strided else f" of {value.layout}")
 
 
@@ -194,8 +198,7 @@ def _numbers(attention_mask: Tensor | None) -> Tensor | None:
 def _shaped(name: str, tensor: object, input_ids: Tensor, *, integers: bool) -> Tensor | None:
     if tensor is None:
         return None
-    is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-    if not isinstance(tensor, Tensor) or not (_are_integers(tensor) if integers else is_dense):
+    if not isinstance(tensor, Tensor) or not (_are_integers if integers else _is_dense)(tensor):
         what = "integers" if integers else "0 and 1"
         raise UserError(
             f"{name} must be a tensor of {what}, got {_kind(tensor)}\n"
@@ -465,6 +468,7 @@ def checked_count(valid: Tensor | int | None) -> tuple[Tensor | int | None, str]
         got = describe_tensors(valid) if isinstance(valid, Tensor) else repr(valid)
         raise UserError(f"valid must be a number of labels, got {got}\nfix: what split.valid(*parts) returns, or None")
     if isinstance(valid, Tensor):
+        valid = valid.reshape(())  # that of the loss
         return valid, "on the device" if valid.is_cuda else str(valid.item())
     return valid, str(valid)
 

@@ -458,11 +458,6 @@ def _require_exact(trainer: Any, layout: str, share_prompts: bool) -> None:
     """
     if trainer._is_vlm:
         raise UserError("rows with images are not computed on split sequences\nallowed: a tokenizer\nfix: a text model")
-    if "lomo" in trainer.args.optim:
-        raise UserError(
-            f"optim={str(trainer.args.optim.value)!r} steps in each backward, but ranks that share rows have one each\n"
-            "fix: another optimizer, such as optim='adamw_torch'"
-        )
     if trainer.aux_loss_enabled:
         try:
             require_router_loss(trainer.model, is_tree=share_prompts)

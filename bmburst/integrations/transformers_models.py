@@ -287,11 +287,15 @@ def _problem(model: PreTrainedModel, modules: Modules, routed: bool) -> tuple[st
         return "its positions begin behind the id of padding, and depend on where padding is", another
     if convolutions := own(modules.of(nn.Conv1d)):
         inside = {id(module) for mixer in recurrent for module in mixer.modules()}
+        wrapped = (each for each in own(modules.having("get_base_layer")) if id(each) in inside)
+        adapted = next((each for each in wrapped if isinstance(each.get_base_layer(), nn.Conv1d)), None)
+        if adapted is not None:
+            problem = f"the adapter of its convolution {_path(model, adapted)} would have no effect: its weight is read"
+            return problem, "leave the convolution out of what adapters target; modules_to_save trains it"
         inside |= _other_media(model)
         mixing = next((module for module in convolutions if id(module) not in inside), None)
         if mixing is not None:
-            name = next(name for name, module in model.named_modules() if module is mixing)
-            return f"its convolution {name} reads neighbouring tokens", another
+            return f"its convolution {_path(model, mixing)} reads neighbouring tokens", another
     if any(module.training and module.layerdrop for module in own(modules.having("layerdrop"))):
         return "ranks would skip different layers at random, and wait for each other", "layerdrop=0.0 in its config"
     if getattr(config, "chunk_size_feed_forward", 0):
@@ -299,6 +303,12 @@ def _problem(model: PreTrainedModel, modules: Modules, routed: bool) -> tuple[st
     if getattr(config, "output_router_logits", False) and not routed:
         return "its router's loss is no sum over tokens", "config.output_router_logits = False"
     return None
+
+
+def _path(model: nn.Module, wanted: nn.Module) -> str:
+    """Return the name of a module in a model."""
+    found: str = next(name for name, module in model.named_modules() if module is wanted)
+    return found
 
 
 def recompute(model: torch.nn.Module, policy: str | Policy = "block-keep-attention") -> None:

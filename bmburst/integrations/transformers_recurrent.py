@@ -362,11 +362,12 @@ def _griffin(
     begins = scope.begins(input_states)
     weight, bias = self.conv_1d.weight[:, 0], self.conv_1d.bias
     mixed = scope.convolved(burst_causal_conv(self.linear_x(input_states), weight, bias, **scope.of_convolution()))
-    self.rg_lru._rnn_scan = scan
+    unit = next(each for each in self.rg_lru.modules() if hasattr(type(each), "_rnn_scan"))  # inside of an adapter
+    unit._rnn_scan = scan
     try:
         found = self.rg_lru(mixed, (~begins).long())
     finally:
-        del self.rg_lru._rnn_scan
+        del unit._rnn_scan
     return self.linear_out(found * self.act_fn(self.linear_y(input_states))), None
 
 

@@ -420,13 +420,18 @@ def _require_plain(trainer: Any) -> None:
 
 
 def require_known_engine(trainer: Any) -> None:
-    """Check that DDP or FSDP2 averages the gradients of a Trainer, and that accelerate does not split its batches.
+    """Check that DDP or FSDP2 averages the gradients of a Trainer before its steps, and that no batches are split.
 
     `accelerate launch` can ask for a split without an argument of the Trainer.
 
     Raises:
-        UserError: Another engine would, or accelerate does.
+        UserError: Another engine would, an optimizer steps before, or accelerate splits batches.
     """
+    if "lomo" in trainer.args.optim:
+        raise UserError(
+            f"optim={str(trainer.args.optim.value)!r} steps in each backward, before ranks average gradients\n"
+            "fix: another optimizer, such as optim='adamw_torch'"
+        )
     config = getattr(trainer.accelerator, "parallelism_config", None)
     # accelerate has sp_size from 1.12 on.
     sizes = {name: getattr(config, name, 1) for name in ("cp_size", "sp_size", "tp_size")}

@@ -171,7 +171,7 @@ def burst_ssd(
     with comm.first_calls("burst_ssd") as is_first:
         comm.decided(decide)
         for name, tensor in shared.items() if is_first else ():
-            comm.require_alike(f"{name} of burst_ssd", tensor, "parameter")
+            comm.require_alike(f"{name} of burst_ssd", tensor)
     wide = torch.promote_types(x.dtype, torch.float32)
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     step = functional.softplus(step) if dt_softplus else step
@@ -239,8 +239,7 @@ def burst_scan(
     named = {"a": a, "b": b}
 
     def recurrence() -> Recurrence:
-        found = isinstance(b, Tensor) and b.dim() >= 3
-        shape: tuple[int | None, ...] = tuple(b.shape) if found else (None,) * 3
+        shape = _sizes(b, max(3, b.dim()) if isinstance(b, Tensor) else 3)
         words = "[batch, local_tokens, channels, ...]"
         tensors, shapes = {"b": b, "a": a}, {"b": shape, "a": shape}
         if initial_state is not None:
@@ -294,19 +293,19 @@ def burst_causal_conv(
         length=length, mask=mask, layout=layout, has_initial=initial_state is not None, has_final=final_state
     )
 
+    given = {"weight": weight, "bias": bias, "initial_state": initial_state}
+    shared = {name: t for name, t in given.items() if t is not None}
+
     def decide() -> tuple[Any, str]:
         if activation is not None:
             require_known("activation", activation, ACTIVATIONS)
-        named = {"x": x, "weight": weight}
-        named |= {name: t for name, t in (("bias", bias), ("initial_state", initial_state)) if t is not None}
-        _require_conv(named)
-        return conv_call(comm, named, options, activation)
+        _require_conv({"x": x} | shared)
+        return conv_call(comm, {"x": x} | shared, options, activation)
 
     with comm.first_calls("burst_causal_conv") as is_first:
         call = comm.decided(decide)
-        for name, tensor in (("weight", weight), ("bias", bias)):
-            if is_first and tensor is not None:
-                comm.require_alike(f"{name} of burst_causal_conv", tensor, "parameter")
+        for name, tensor in shared.items() if is_first else ():
+            comm.require_alike(f"{name} of burst_causal_conv", tensor)
     out, final = SequenceConv.apply(call, x, weight, bias, initial_state)  # type: ignore[no-untyped-call]
     return (out, final) if final_state else out
 
@@ -424,5 +423,6 @@ def _require_one_dtype(tensors: dict[str, Tensor]) -> None:
 
 
 def _sizes(tensor: object, dims: int) -> tuple[int | None, ...]:
-    """Return the shape of a tensor with that many dimensions; of anything else, any numbers."""
-    return tuple(tensor.shape) if isinstance(tensor, Tensor) and tensor.dim() == dims else (None,) * dims
+    """Return the shape of a tensor with that many dimensions; of anything else, and for sizes of 0, any numbers."""
+    sizes = tensor.shape if isinstance(tensor, Tensor) and tensor.dim() == dims else (None,) * dims
+    return tuple(size or None for size in sizes)

@@ -15,6 +15,12 @@ from bmburst_ops.flash.inputs import DeviceVectors, copy_to_device
 from bmburst_ops.linear.kernel import LinearKernel, Pieces, Recurrence, Slots
 
 
+def as_result(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a result of an autograd function in another shape. It is no view, so a caller may change it in place."""
+    found: Tensor = torch.ops.aten._unsafe_view(tensor, list(shape))
+    return found
+
+
 class Places(NamedTuple):
     """Where tensors of a call lie, int64 on a device.
 

@@ -15,7 +15,7 @@ from bmburst.attention.options import require_no_transform
 from bmburst.comm.checks import call_number, in_backward_of
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
-from bmburst.linear.call import ConvCall
+from bmburst.linear.call import ConvCall, as_result
 from bmburst.recompute import keep
 from bmburst_ops.autocast import no_autocast
 from bmburst_ops.errors import first_order
@@ -43,7 +43,7 @@ class SequenceConv(torch.autograd.Function):
         ctx.call, ctx.initial_dtype = call, None if initial is None else initial.dtype
         ctx.number = call_number(call.comm)
         ctx.set_materialize_grads(False)
-        return out.view_as(x), final[0] if final else None
+        return as_result(out, x.shape), final[0] if final else None
 
     @staticmethod
     @first_order(UserError)
@@ -74,7 +74,7 @@ def _halos(call: ConvCall, x: Tensor, width: int, initial: Tensor | None) -> tup
     _, *found = _halo_places(call, width, len(all_rows), x.device)
     sizes = len(call.pieces.waiting), len(x)
     return tuple(
-        all_rows.index_select(0, places).view(size, width, x.shape[2])
+        as_result(all_rows.index_select(0, places), (size, width, x.shape[2]))
         for places, size in zip(found, sizes, strict=False)  # without final tokens there is one
     )
 

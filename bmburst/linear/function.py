@@ -16,7 +16,7 @@ from bmburst.attention.options import require_no_transform
 from bmburst.comm.checks import call_number, in_backward_of
 from bmburst.comm.waits import traced
 from bmburst.errors import UserError
-from bmburst.linear.call import ScanCall
+from bmburst.linear.call import ScanCall, as_result
 from bmburst.linear.fold import fold_backward, fold_forward
 from bmburst.recompute import keep
 from bmburst_ops.autocast import no_autocast
@@ -67,8 +67,8 @@ def _forward(call: ScanCall, initial: Tensor | None, inputs: tuple[Tensor, ...])
     flat = _flat(inputs)
     scan = call.kernel.prepare(call.recurrence, flat, call.pieces)
     folded = fold_forward(call, flat, scan.summary(call.sent), initial)
-    out = scan.forward(folded.starts).view(_values(call, inputs).shape)
-    final = () if folded.final is None else (folded.final,)
+    out = as_result(scan.forward(folded.starts), _values(call, inputs).shape)
+    final = () if folded.final is None else (as_result(folded.final, folded.final.shape),)
     return out, folded.starts, folded.transitions, *final, *scan.kept()
 
 

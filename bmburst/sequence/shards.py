@@ -413,7 +413,7 @@ def shard(
 
     with comm.first_calls("shard"):
         cut, along = comm.decided(decide)
-        comm.require_alike("shard", x)
+        comm.require_alike("shard", x, "contents")
     part: Tensor = _Shard.apply(x, cut, along, pad_value)  # type: ignore[no-untyped-call]
     return part
 

@@ -67,7 +67,9 @@ def _convolved(
     zeros = x.new_zeros(before, x.shape[1])
     parts: list[Tensor] = []
     for number in range(len(pieces.edges) - 1):
-        parts += [halos[waiting[number]] if number in waiting else zeros, x[pieces.span(number)]]
+        tokens = x[pieces.span(number)]
+        tokens = torch.zeros_like(tokens) if number in pieces.padding else tokens  # a NaN would reach the weight
+        parts += [halos[waiting[number]] if number in waiting else zeros, tokens]
     longer = torch.cat(parts).to(weight.dtype)
     found = functional.conv1d(longer.T[None], weight[:, None], bias, groups=x.shape[1])[0].T
     outs: list[Tensor] = []

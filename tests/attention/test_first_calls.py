@@ -62,9 +62,9 @@ def test_ranks_that_disagree(call, other, words):
 def test_sinks_and_states_of_other_numbers():
     def body(comm):
         comm.always = comm.active = False
-        with refused("sink of burst_attention | parameter | same weights"):
+        with refused("sink of burst_attention | values | the same weights"):
             _attention(comm.rank, comm, sink=torch.full((4,), float(comm.rank)))
-        with refused("initial_state of a recurrence | contents"):
+        with refused("initial_state of a recurrence | values"):
             _linear(comm.rank, comm, initial_state=torch.full((1, 4, 8, 8), float(comm.rank)))
         with refused("unshard | length=15 | length=16"):
             bmburst.unshard(X, group=comm, length=16 - comm.rank)

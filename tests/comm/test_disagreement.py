@@ -25,7 +25,7 @@ def test_only_what_differs_is_shown_of_the_first_rank_that_differs():
     ("one", "other", "fix"),
     [
         ("shard\ncontents #00000001", "shard\ncontents #00000002", "sampler by data-parallel rank"),
-        ("weight\nparameter #00000001", "weight\nparameter #00000002", "same weights"),
+        ("weight\nvalues #00000001", "weight\nvalues #00000002", "same weights"),
         ("batch\ndocuments one", "batch\ndocuments 3, 4", "sampler by data-parallel rank"),
         (CALL, CALL.replace("6", "8"), "equal shapes and dtypes"),
         ("batch\nshape [2, 8]", "batch\nshape [1, 8]", "equal shapes and dtypes"),

@@ -171,6 +171,17 @@ def test_an_array_with_a_broken_beginning_is_refused(tmp_path, text):
         hold_records(find_sources([tmp_path / "x.json"]))
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_file_whose_beginning_is_damaged(tmp_path, suffix):
+    """It is refused where it is named, and no file of a folder that is read otherwise."""
+    damaged = tmp_path / f"a.jsonl{suffix}"
+    damaged.write_bytes({".gz": b"\x1f\x8b\x08", ".zst": b"\x28\xb5\x2f\xfd"}[suffix])
+    with refused(f"cannot read '{damaged}' | download the file again"):
+        open_corpus(damaged, "bytes", tmp_path)
+    (tmp_path / "b.jsonl").write_text('{"prompt": "x", "completion": "y"}')
+    assert hold_records(find_sources([tmp_path]))
+
+
 def test_an_array_of_json(tmp_path):
     path = tmp_path / "x.json"
     path.write_text(json.dumps([{"text": "abc"}, {"text": "de"}], indent=1))

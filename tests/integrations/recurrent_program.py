@@ -56,7 +56,12 @@ ALSO_ANSWERED = (
 PROMPTS = (1, 3, 8, 23)
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 WITH_LOGITS = GREEDY | {"return_dict_in_generate": True, "output_logits": True}
-WRAPS = {"fsdp2": "qwen3_next", "ddp": "nemotron_h", "lora": "qwen3_next"}
+WRAPS = {"fsdp2": "qwen3_next", "ddp": "nemotron_h", "lora": "qwen3_next", "lora_weight": "recurrent_gemma"}
+ADAPTED: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"target_modules": ["in_proj_qkvz", "in_proj_ba"]},
+    "recurrent_gemma": {"target_modules": ["o_proj"], "target_parameters": ["rg_lru.recurrent_gate_weight"]},
+}
+"""What LoRA adapts: matrices of a recurrent layer, or a weight of a module that is not linear, which PEFT wraps."""
 Found = dict[str, Any]
 
 
@@ -65,10 +70,10 @@ def ids() -> Tensor:
     return torch.randint(2, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def with_lora(model: nn.Module) -> nn.Module:
-    """Return a model with adapters on the input projections of its recurrent layers, none of them zero."""
+def with_lora(model: Any) -> nn.Module:
+    """Return a model with adapters in its recurrent layers, none of them zero."""
     torch.manual_seed(0)
-    adapted: nn.Module = get_peft_model(model, LoraConfig(r=2, target_modules=["in_proj_qkvz", "in_proj_ba"]))  # type: ignore[arg-type]
+    adapted: nn.Module = get_peft_model(model, LoraConfig(r=2, **ADAPTED[model.config.model_type]))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora" in name:
@@ -152,7 +157,7 @@ def part_of(split: SplitSequences, case: str) -> Part:
 
 
 def wrapped(kind: str, model: Any) -> nn.Module:
-    if kind == "lora":
+    if kind.startswith("lora"):
         return with_lora(model)
     if kind == "ddp":
         model.gradient_checkpointing_enable()

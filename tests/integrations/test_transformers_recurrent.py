@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -52,7 +53,7 @@ def compare(folder: Path, size: int, cases: Sequence[tuple[str, str]], *, wraps:
     wrong = {}
     for key, ours in found.items():
         name, _, case = key.partition(" ")
-        theirs = program.alone(program.WRAPS.get(name, name), case or "documents", lora=name == "lora")
+        theirs = program.alone(program.WRAPS.get(name, name), case or "documents", lora=name.startswith("lora"))
         if off := distances(ours, theirs, LIMITS.get(name, LIMIT)):
             wrong[key] = off
     assert len(found) == len(cases) + (len(program.WRAPS) if wraps else 0)
@@ -179,6 +180,13 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "a striped layout": (
         lambda _, model: SplitSequences(ALONE, layout="striped").part(IDS).logits(model),
         "Qwen3NextGatedDeltaNet | 'striped' | allowed: zigzag, contiguous, balanced",
+    ),
+    # One process alone would add it to RecurrentGemma's convolution, and to no other.
+    "an adapter of a convolution": (
+        lambda part, _: part.logits(
+            get_peft_model(tiny_model("recurrent_gemma", "bmburst"), LoraConfig(r=32, target_modules=["conv_1d"]))
+        ),
+        "convolution | temporal_block.conv_1d | no effect | modules_to_save",
     ),
     "kernels of a hub": (
         lambda part, model: setattr(model, "_use_kernels", True) or part.logits(model),

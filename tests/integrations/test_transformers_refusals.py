@@ -262,14 +262,17 @@ def test_recomputation(family: str, options: dict[str, Any], policy: str, words:
 
 def test_ids_and_options() -> None:
     split = SplitSequences(mesh_of())
-    for ids in (IDS[0], IDS.float(), IDS + 0j, IDS > 3, IDS.to_sparse(), IDS[:, :0], [[1, 2]], None):
+    nested = torch.nested.nested_tensor([IDS[0], IDS[0, :3]])
+    for ids in (IDS[0], IDS.float(), IDS + 0j, IDS > 3, IDS.to_sparse(), nested, IDS[:, :0], [[1, 2]], None):
         with refused("input_ids | token ids | [batch, length] | allowed: ") as caught:
             split.part(ids)  # type: ignore[arg-type]
-        assert re.search(r"got (torch\.\w+ \[|list|NoneType)", str(caught.value))
+        assert re.search(r"got (torch\.\w+ \[|nested torch|list|NoneType)", str(caught.value))
     with refused("input_ids | BatchEncoding | fix: part(**batch)"):
         split.part(transformers.BatchEncoding({"input_ids": IDS}))  # type: ignore[arg-type]
     with refused("input_ids | -13 | allowed: at least 0 | -100 | labels"):
         split.part(-IDS)
+    with refused("labels | nested torch.int64 | allowed: [2, 11], dense"):
+        split.part(IDS, labels=nested)
     assert split.part(IDS.int()).input_ids.dtype == torch.int64
     assert split.part(IDS, attention_mask=torch.ones(2, 11)).mask.documents == ()
     for options, words in (
@@ -315,7 +318,7 @@ def test_embeddings_instead_of_ids() -> None:
     with refused("LlamaForCausalLM returns no logits | fix: leave return_dict out"):
         part.loss(model, return_dict=False)
     hook = model.get_input_embeddings().register_forward_hook(lambda *_: part.cut.take(embeddings[0]))
-    ours = part.loss(model)
+    ours = part.loss(model, torch.tensor([20]))  # the loss is a scalar all the same
     hook.remove()
     model.set_attn_implementation("eager")
     theirs = model(inputs_embeds=embeddings[1], labels=IDS).loss

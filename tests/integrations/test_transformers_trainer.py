@@ -67,6 +67,7 @@ def _trainer(
         ),
         ({"args": {"auto_find_batch_size": True}}, "auto_find_batch_size | alone | allowed: False"),
         ({"args": {"label_names": ["targets"]}}, "label_names | targets | allowed: None"),
+        ({"args": {"optim": "adalomo"}}, "optim='adalomo' | each backward | adamw_torch"),
         (
             {"args": {"ddp_static_graph": True, "gradient_accumulation_steps": 2}},
             "ddp_static_graph | gradient_accumulation_steps=2 | fix: leave it out",

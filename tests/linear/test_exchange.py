@@ -10,7 +10,7 @@ from bmburst.schedule.cost import LinearCost
 from tests.comm.counting import Counting
 from tests.distributed.threads import on_ranks, past_first_calls, run_ranks
 from tests.linear.oracle import problem
-from tests.linear.split import FUNCTIONS, fold
+from tests.linear.split import FUNCTIONS, KINDS, fold
 from tests.refusals import refused
 
 
@@ -91,14 +91,16 @@ def test_ranks_that_disagree(comm):
         bmburst.burst_linear_attention(**frozen, kind="decay", initial_state=state, group=comm)
 
 
-@on_ranks(2)
-def test_parameters_that_differ(comm):
-    """No message of the exchange would show them: each rank would have the layer of another model."""
-    conv, ssd = inputs("conv", 4), inputs("ssd", 4)
-    for function, given, name in (
-        (bmburst.burst_causal_conv, conv, "weight"),
-        (bmburst.burst_causal_conv, conv, "bias"),
-        *((bmburst.burst_ssd, ssd, name) for name in ("A", "D", "dt_bias")),
-    ):
-        with refused(f"{name} of | disagree | fix: | same weights | seed"):
-            function(**given | {name: given[name] * (1 + comm.rank)}, group=comm)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_hold_other_weights_or_states(kind):
+    """Each rank would compute its tokens with its own."""
+
+    def body(comm):
+        case = problem(kind, 1, 4)
+        for name in (*case.shared, "initial_state"):
+            given = {**case.tokens, **case.shared, **case.options, "initial_state": case.state}
+            given[name] = given[name] * (1 + comm.rank)
+            with refused(f"disagree | {name} of | the same weights and states"):
+                FUNCTIONS[kind](**given, group=comm)
+
+    run_ranks(2, body)

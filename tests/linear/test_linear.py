@@ -3,11 +3,13 @@
 from functools import cached_property
 
 import pytest
+import torch
 
 import bmburst
 from bmburst.schedule.chain import Chain, make_chain
 from bmburst_ops.linear import Recurrence
 from tests.distributed.threads import run_ranks
+from tests.linear.oracle import problem
 from tests.linear.split import FUNCTIONS, KINDS, compare, fold
 
 halos = Chain.halos
@@ -40,6 +42,21 @@ def test_equals_each_document_alone(kind):
     run_ranks(3, products, ("zigzag", "contiguous"), ("documents",), (kind,))
     run_ranks(3, products, ("balanced",), ("many",), (kind,))
     run_ranks(5, products, ("zigzag",), ("short",), (kind,), (False,))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_may_be_changed_in_place(kind):
+    def gradients(comm, is_in_place):
+        case = problem(kind, 2, 6)
+        leaves = [t.requires_grad_() for t in case.leaves()]
+        given = {**case.tokens, **case.shared, **case.options, "initial_state": case.state}
+        results = FUNCTIONS[kind](**given, group=comm, final_state=True)
+        results = [t.mul_(3) if is_in_place else t * 3 for t in results]
+        return torch.autograd.grad(sum(t.square().sum() for t in results), leaves)
+
+    for size in (1, 2):
+        for ours, wanted in run_ranks(size, lambda comm: [gradients(comm, flag) for flag in (True, False)]):
+            torch.testing.assert_close(ours, wanted)
 
 
 @pytest.mark.long

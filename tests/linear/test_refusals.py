@@ -5,7 +5,7 @@ import torch
 
 import bmburst
 from tests.linear.oracle import problem
-from tests.linear.split import FUNCTIONS
+from tests.linear.split import FUNCTIONS, KINDS
 from tests.refusals import refused
 
 LINEAR, CONV = "gated_delta", "conv"
@@ -62,6 +62,15 @@ def test_calls(kind, options, words):
     case = problem(kind, 2, 6)
     with refused(words):
         FUNCTIONS[kind](**{**case.tokens, **case.shared, **case.options, **options})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_nothing_to_compute(kind, dim):
+    case = problem(kind, 2, 6)
+    none = {name: t.narrow(dim, 0, 0) for name, t in case.tokens.items()}
+    with refused(f"got shape {[*[2, 6][:dim], 0]}"[:-1], "at least 1 each | fix: "):
+        FUNCTIONS[kind](**{**none, **case.shared, **case.options})
 
 
 def test_heads_that_cannot_be_shared():

@@ -14,7 +14,7 @@ PIECES = Pieces((0, 15, 16, 17, 30, 32, 47, 48, 50, 57, 77), padding=(3, 8), wai
 @pytest.mark.parametrize(("width", "channels", "has_bias"), [(4, 150, True), (3, 20, False), (1, 5, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_equals_torch(width, channels, has_bias, activation, dtype, monkeypatch):
-    """Pieces that wait for a halo or do not, some shorter than the convolution, and padding."""
+    """Pieces that wait for a halo or do not, some shorter than the convolution, and padding of any values."""
     monkeypatch.setattr(triton_conv, "_TOKENS", 16)
     rng = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=rng).to(dtype)  # noqa: E731
@@ -25,6 +25,8 @@ def test_triton_equals_torch(width, channels, has_bias, activation, dtype, monke
         draw(channels, width),
         draw(tokens, channels),
     )
+    for number in PIECES.padding:
+        x[PIECES.span(number)] = torch.nan
     bias = draw(channels) if has_bias else None
     given = [x, halos, weight, *([] if bias is None else [bias])]
     wide = [t.double() for t in given] + ([] if has_bias else [None])

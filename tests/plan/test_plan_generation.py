@@ -178,6 +178,7 @@ ASKED = "--preset llama-3-8b --sequence-length 4K"
         ("--generate --preset llama-3-9b --sequence-length 4K", "'llama-3-9b' | 'llama-3-8b'"),
         ("--generate --preset llama-3-8b --sequence-length 0", "sequence_length | '0' | at least 1"),
         (f"--generate {ASKED} --nproc 0", "--nproc 0 | allowed | 1"),
+        (f"{ASKED} --nodes 0", "--nodes 0 | allowed | 1"),
         (f"--generate {ASKED} --max-new-tokens 0", "--max-new-tokens 0 | at least 1"),
         (f"--generate {ASKED} --batch-size -1", "batch_size | '-1' | at least 1"),
         (f"--generate {ASKED} --dtype int8", "dtype | 'int8' | bfloat16"),

@@ -203,6 +203,7 @@ def test_the_command(tmp_path, capsys):
         (["nemotron_h", *asked, "--lora.rank", "8"], "--model | --lora.rank | fix: "),
         (["nemotron_h", *asked, "--preset", "llama-tiny"], "--model | --preset | fix: "),
         (["nemotron_h", "--nproc", "2"], "--sequence-length | fix: "),
+        (["nemotron_h", *asked, "--nproc", "0"], "--nproc 0 | allowed: 1 to | fix: "),
         (["none", *asked], "--model | no such directory | fix: "),
     ):
         assert main(["plan", "--model", str(tmp_path / words[0]), *words[1:]]) == 2, words
