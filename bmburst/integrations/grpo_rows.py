@@ -78,7 +78,7 @@ def rows_of_ranks(mesh: Mesh, mine: Mapping[str, Tensor]) -> list[dict[str, Tens
         mine: This rank's rows: tensors with at most two dimensions, with equal names and dtypes on all ranks.
 
     Raises:
-        UserError: A name is not known, or a prompt has no token.
+        UserError: A name is not known, a prompt has no token, or no completion of a rank has one.
         Mismatch: The ranks hold different kinds of rows.
     """
     names = sorted(mine)
@@ -88,6 +88,11 @@ def rows_of_ranks(mesh: Mesh, mine: Mapping[str, Tensor]) -> list[dict[str, Tens
             raise UserError(
                 f"rows have {unknown[0]}, which is not known on split sequences\nallowed: {', '.join(sorted(_KEYS))}\n"
                 "fix: text, without images; of a trainer of your own, leave the key out of the rows"
+            )
+        if "completion_ids" in mine and not mine["completion_ids"].shape[1]:
+            raise UserError(
+                "no completion of a rank has a token\nallowed: one or more in some row of each rank\n"
+                "fix: a rollout_func whose completions end with the end-of-sequence token"
             )
         if not bool(mine["prompt_mask"].any(1).all()):
             raise UserError("a prompt has no token\nallowed: one or more\nfix: prompts that begin with a token")

@@ -184,12 +184,12 @@ class SplitRows(DecidesTogether):
 
     def _own_logps(self, model: nn.Module, mine: Rows, batch_size: int | None, entropy: bool) -> Values:
         """Return the values of this rank's rows, where each rank of the group holds its own; collective."""
-        keep = mine.keep
+        prompt = mine.ids.shape[1] - mine.keep
         rows = {
-            "prompt_ids": mine.ids[:, :-keep],
-            "completion_ids": mine.ids[:, -keep:],
-            "prompt_mask": mine.mask[:, :-keep],
-            "completion_mask": mine.mask[:, -keep:],
+            "prompt_ids": mine.ids[:, :prompt],
+            "completion_ids": mine.ids[:, prompt:],
+            "prompt_mask": mine.mask[:, :prompt],
+            "completion_mask": mine.mask[:, prompt:],
         }
         ranks = map(Rows.of, rows_of_ranks(self.split.mesh, rows))
         parts = [[(rank, part) for part in each.split(batch_size or len(each.ids))] for rank, each in enumerate(ranks)]

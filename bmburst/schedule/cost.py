@@ -300,7 +300,7 @@ class _StrategyCost:
         return hardware.pass_host + kernels + messages * hardware.message_host
 
     def _calls(self, *, backward: bool) -> int:
-        """Return the number of kernel calls of a pass; an upper bound for a tree, whose levels not all ranks meet."""
+        """Return the number of kernel calls of a pass; approximate for a tree, whose levels not all ranks meet."""
         return self.sizes.calls(self.stops, backward=backward) * len(self.problem.mask.levels)
 
     def _merges(self, *, backward: bool) -> float:

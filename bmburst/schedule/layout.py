@@ -187,7 +187,7 @@ class Balanced(Layout):
         """Return the layout for a mask over `length` real tokens."""
         # Chunks of one token would interleave into staircases, which kernels can only compute with windows.
         chunks = cls.chunks if tokens > cls.chunks else cls.chunks // 2
-        return cls(size, tokens, balance_chunks(_areas(mask, length, size * chunks, tokens // chunks), size))
+        return cls(size, tokens, _owners(mask, length, size, chunks, tokens // chunks))
 
 
 def balance_chunks(areas: Sequence[int], size: int) -> tuple[int, ...]:
@@ -230,10 +230,10 @@ def _swap(weights: IntArray, owners: IntArray, sums: IntArray) -> bool:
 
 
 @bounded_cache(maxsize=64)
-def _areas(mask: Mask, length: int, chunks: int, tokens: int) -> tuple[int, ...]:
-    """Return the number of visible pairs of the queries of each chunk."""
-    starts = (min(i * tokens, length) for i in range(chunks))
-    return tuple(visible_area(mask, length, np.arange(start, min(start + tokens, length))) for start in starts)
+def _owners(mask: Mask, length: int, size: int, chunks: int, tokens: int) -> tuple[int, ...]:
+    """Return the owner of each chunk of `tokens`, `chunks` for each of `size` ranks. Each call of attention asks."""
+    starts = (min(i * tokens, length) for i in range(size * chunks))
+    return balance_chunks([visible_area(mask, length, np.arange(i, min(i + tokens, length))) for i in starts], size)
 
 
 @lru_cache(maxsize=64)

@@ -41,7 +41,8 @@ def spread(config: TrainConfig, given: Collection[str], ranks: int, gpus: Sequen
     The planner compares them by tokens per second, each with its fastest ZeRO stage and recompute policy that fit in
     GPU memory, unless they are given. Of ways that differ by less than `GAIN`, the one with the fewest ranks for a
     sequence is taken, then the smaller micro-batch. Without a given batch size, each group of ranks gets
-    `micro_batch_size` sequences a step. If nothing fits, the run is returned as it is.
+    `micro_batch_size` sequences a step. If nothing fits, the run is returned as it is. One rank chooses its micro-batch
+    alone.
 
     Args:
         config: The run.
@@ -50,7 +51,7 @@ def spread(config: TrainConfig, given: Collection[str], ranks: int, gpus: Sequen
         ranks: Number of ranks.
         gpus: The GPUs of each machine; none: the run is returned as it is.
     """
-    if not gpus or ranks == 1:
+    if not gpus:
         return config
     from bmburst.plan.search import fastest  # here, because --help does not need the planner
 
@@ -69,7 +70,7 @@ def spread(config: TrainConfig, given: Collection[str], ranks: int, gpus: Sequen
 
 def _ways(config: TrainConfig, given: Collection[str], ranks: int) -> Iterator[TrainConfig]:
     """Yield the run in each way that is not given; first those with few ranks for a sequence."""
-    is_placed = any(name in given for name in MESH)
+    is_placed = ranks == 1 or any(name in given for name in MESH)
     for sequence in [config.parallel.sequence_parallel] if is_placed else divisors(ranks):
         data = config.parallel.data_parallel if sequence is None or is_placed else ranks // sequence
         own = replace(config.parallel, data_parallel=data, sequence_parallel=sequence)
@@ -90,7 +91,7 @@ def choices_text(config: TrainConfig, given: Collection[str], ranks: int, gpus: 
         chosen.append(f"data_parallel {shape.data} x sequence_parallel {shape.sequence}")
         if "batch_size" not in given:
             chosen.append(f"batch_size {config.batch_size}")
-    if ranks > 1 and "micro_batch_size" not in given:
+    if (ranks > 1 or config.micro_batch_size > 1) and "micro_batch_size" not in given:
         chosen.append(f"micro_batch_size {config.micro_batch_size}")
     if not chosen:
         return ""

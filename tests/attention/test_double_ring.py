@@ -1,5 +1,6 @@
 """Attention over nodes gives what one device gives, and little goes over the links between them."""
 
+import random
 from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from tests.attention.test_ring_traffic import Echo
 from tests.comm.counting import Counting
 from tests.distributed.threads import on_ranks, run_ranks
 from tests.live_bytes import LiveBytes
+from tests.mask_oracle import random_tree
 from tests.pairs import pairwise
 from tests.refusals import refused
 
@@ -57,7 +59,7 @@ def double_attention(comm, nodes, ring_tensors, whole, mask, layout, with_lse=Tr
 
 @pytest.mark.parametrize(
     ("nodes", "places", "layout", "mask", "ring_tensors", "a_rank", "more", "heads", "kv_heads"),
-    pairwise(MESHES, LAYOUTS, ["causal", "full"], ["kv", "q"], [(1, 1, 2, 2), (2, 13, 4, 2), (16, 0, 3, 1)]),
+    pairwise(MESHES, LAYOUTS, ["causal", "full", "tree"], ["kv", "q"], [(1, 1, 2, 2), (2, 13, 4, 2), (16, 0, 3, 1)]),
 )
 def test_equals_one_device_in_fp64(nodes, places, layout, mask, ring_tensors, a_rank, more, heads, kv_heads):
     """Of `a_rank` tokens for each rank, and some more."""
@@ -67,7 +69,10 @@ def test_equals_one_device_in_fp64(nodes, places, layout, mask, ring_tensors, a_
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
     size = nodes * places
-    whole = draw(0, 2, a_rank * size + more, heads, kv_heads, 8)
+    length = a_rank * size + more
+    if mask == "tree":
+        mask = random_tree(random.Random(length), length)
+    whole = draw(0, 2, length, heads, kv_heads, 8)
     run_ranks(size, body, whole, reference(*whole[:4], mask, whole[4]))
 
 

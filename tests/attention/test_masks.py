@@ -11,6 +11,8 @@ from bmburst import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindo
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.mesh import Mesh
+from bmburst.schedule.mask import Mask
+from bmburst_ops.flash import ReferenceKernel
 from tests.attention.oracle import draw, problem, reference
 from tests.attention.test_burst_attention import compare, split_attention
 from tests.comm.counting import counted
@@ -97,6 +99,56 @@ def test_any_tree_on_any_number_of_ranks(seed):
     heads = size if size > 2 else 4
     options = {"strategy": rng.choice(strategies)}
     run_ranks(size, compare, layout, random_tree(rng, length), length, heads, rng.choice((1, heads)), options)
+
+
+@pytest.mark.parametrize(("size", "layout", "strategy"), pairwise([1, 2, 3], LAYOUTS, STRATEGIES))
+def test_trees_without_branches_are_plain_masks_bit_by_bit(size, layout, strategy):
+    whole, lengths = draw(3, 1, 37, 6, 6, 8), _lengths(37)
+
+    def body(comm):
+        for tree, plain in (
+            (Tree([-1], [37]), Causal()),
+            (Tree([-1] * len(lengths), lengths), Documents(lengths)),
+        ):
+            both = [split_attention(comm, whole, layout, mask, strategy=strategy) for mask in (tree, plain)]
+            assert all(map(torch.equal, *both))
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_tree_is_planned_once_and_a_level_is_a_kernel_call(strategy, monkeypatch):
+    """A training step makes its tree anew; each layer calls attention, and planning takes longer than a call may."""
+    counts = {"plan": 0, "kernel": 0}
+
+    def counted_calls(owner, name, kind):
+        real = getattr(owner, name)
+
+        def counting(*arguments, **options):
+            counts[kind] += 1
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    counted_calls(Mask, "rows", "plan")
+    for name in ("forward", "backward"):
+        counted_calls(ReferenceKernel, name, "kernel")
+    first = STRATEGIES.index(strategy) + 8  # a tree that no other case has planned
+    parents, lengths, size = [-1, 0, 0, 2, 2], [first, 9, 8, 7, 29 - first], 2
+    pairs = 1 if strategy == "heads" else size  # of each rank
+
+    def body(comm):
+        q, k = (torch.randn(1, 28, heads, 8, requires_grad=True) for heads in (4, 2))
+        options = {"length": 53, "strategy": strategy, "kernel": "reference", "group": comm}
+        bmburst.burst_attention(q, k, k, mask=Tree(parents, lengths), **options).sum().backward()
+
+    run_ranks(size, body)
+    assert counts["plan"] > 0
+    levels, passes = 3, 2
+    assert passes * size * pairs < counts["kernel"] <= passes * size * pairs * levels
+    counts["plan"] = 0
+    run_ranks(size, body)
+    assert counts["plan"] == 0
 
 
 @pytest.mark.parametrize("ring_tensors", ["kv", "burst"])

@@ -68,7 +68,9 @@ H200 = (Gpu("NVIDIA H200", (9, 0)),) * 4
 
 
 @pytest.mark.parametrize(
-    ("gpus", "tokens"), [(H100[:2], 8192), (H100[:4], 32768), (H200[:2], 4096), (H200, 8192)], ids=str
+    ("gpus", "tokens"),
+    [(H100[:2], 8192), (H100[:4], 32768), (H200[:1], 1024), (H200[:2], 4096), (H200, 8192)],
+    ids=str,
 )
 def test_a_plain_command_takes_the_best_choice_by_hand(gpus, tokens):
     """llama-3-8b, 8 sequences a step: every mesh of data and sequence ranks, micro-batch and ZeRO level beside it."""
@@ -114,6 +116,11 @@ def test_one_line_says_what_was_chosen():
     )
     given = ("dtype", "recompute", "parallel.data_parallel", "micro_batch_size")
     assert choices_text(made, given, 8, H100) == ""
+    short = {"preset": "llama-3-8b", "sequence_length": "1024", "batch_size": "8"}
+    alone = spread(resolve((), short, defaults=defaults_of(H200)), short, 1, H200)
+    assert alone.micro_batch_size > 1 and alone.parallel == TrainConfig().parallel
+    says(choices_text(alone, short, 1, H200), f"1 x NVIDIA H200 | micro_batch_size {alone.micro_batch_size};", lines=1)
+    assert "micro_batch_size" not in choices_text(TrainConfig(), (), 1, H200)
 
 
 def test_new_runs_get_them_and_older_ones_keep_theirs(launches, monkeypatch, tmp_path, capsys):

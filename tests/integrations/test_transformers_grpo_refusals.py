@@ -211,7 +211,11 @@ def test_rows_that_are_not_known(tmp_path: Path) -> None:
         rows_of_ranks(_split().mesh, {"prompt_mask": ones, "pixel_values": ones})
     with refused("a prompt has no token | allowed: one or more"):
         rows_of_ranks(_split().mesh, {"prompt_mask": ones.tril(-1)})
+    with refused("no completion of a rank has a token | fix: a rollout_func"):
+        rows_of_ranks(_split().mesh, {"prompt_mask": ones, "completion_ids": ones[:, :0]})
     trainer = _trainer(tmp_path)
+    with refused("no completion of a rank has a token"):  # TRL alone returns values of prompts
+        trainer._get_per_token_logps_and_entropies(trainer.model, ones, ones, 0)
     for name in ("pixel_values", "token_type_ids"):
         with refused(f"rows with {name} | allowed: text"):
             trainer._get_per_token_logps_and_entropies(trainer.model, ones, ones, 2, **{name: ones})

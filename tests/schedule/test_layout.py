@@ -29,6 +29,7 @@ from bmburst.schedule.layout import (
 )
 from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
 from bmburst.schedule.ring_schedule import tiles
+from bmburst.schedule.tree import Tree
 from bmburst.schedule.units import HeadShapes
 from bmburst_ops.pattern import Cells, blocks_of
 from tests.mask_oracle import random_mask, visible
@@ -157,6 +158,14 @@ def test_deal_gives_the_largest_chunks_to_different_ranks():
     areas = [61, 35, 85, 68, 86, 45, 19, 49, 2, 48, 62, 36, 83, 59, 89, 77]
     sums = np.bincount(balance_chunks(areas, 4), areas, 4)
     assert max(sums) - min(sums) == 11  # without swaps it leaves 27
+
+
+def test_chunks_of_equal_masks_are_dealt_once(monkeypatch):
+    """Each layer's call of attention makes the layout, and swaps of many ranks' chunks take milliseconds."""
+    dealt, own = [], balance_chunks
+    monkeypatch.setattr("bmburst.schedule.layout.balance_chunks", lambda *values: dealt.append(values) or own(*values))
+    first, second = (make_layout("balanced", 5, 24, Tree([-1, 0, 0], [50, 31, 36]), 117) for _ in range(2))
+    assert first == second and len(dealt) == 1
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

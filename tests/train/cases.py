@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmburst.train.config import TrainConfig
 from bmburst.train.schedule import learning_rate
@@ -27,6 +28,14 @@ class Case:
     def group(self) -> tuple[int, int]:
         """Ranks in all, and in a tensor group: what processes are started with."""
         return self.data * self.sequence, 1
+
+
+class NoHostReads(TorchDispatchMode):
+    """Inside this block, no number of a tensor is read one by one: on a GPU the host would wait for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 def run_cases(train: Callable[[Path, Any], None], folder: Path, cases: Iterable[Any], **options: Any) -> None:

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmburst.blocks.config import LoRAConfig
 from bmburst.comm.checks import contents
@@ -192,7 +191,7 @@ def _watched(trainer: Any) -> Iterator[None]:
     model, exchange = trainer.model, stages.exchange
 
     def watched(*args: Any, **options: Any) -> Any:
-        with _NoHostReads():
+        with cases.NoHostReads():
             return exchange(*args, **options)
 
     with (
@@ -207,12 +206,6 @@ def _watched(trainer: Any) -> Iterator[None]:
         storages = sum(len(block._storage_info) for block in model.model.layers)
         micro_batches = trainer.config.batch_size // trainer.mesh.shape.data
         assert made == storages + tables + micro_batches * model.stage.is_last
-
-
-class _NoHostReads(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def _trainer(folder: Path, run: str, split: Split, name: str, **changes: Any) -> Any:
