@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from bmburst import public_name
 
 if TYPE_CHECKING:
-    from bmburst.host.patches import install, is_installed, silence_storage_warnings, wrap_communication
+    from bmburst.host.patches import install, is_installed, silence_deprecations, wrap_communication
 
-__all__ = ["install", "is_installed", "silence_storage_warnings", "wrap_communication"]
+__all__ = ["install", "is_installed", "silence_deprecations", "wrap_communication"]
 
 
 def __getattr__(name: str) -> Any:

@@ -71,7 +71,7 @@ def install() -> None:
     streams = Streams()
     nccl = Nccl(streams, Rendezvous())
     _patch_torch(streams)
-    silence_storage_warnings()
+    silence_deprecations()
     sys.modules[EXTENSION] = build_extension(nccl)
     _keep_freed_memory()
     atexit.register(_close, nccl, os.getpid())
@@ -89,10 +89,11 @@ def wrap_communication(waiting: Callable[[], AbstractContextManager[None]]) -> N
     getattr(sys.modules[EXTENSION], MARK).waiting = waiting
 
 
-def silence_storage_warnings() -> None:
+def silence_deprecations() -> None:
     """Hide torch's deprecation warnings about functions that BMTrain 1.0.1 uses. A user cannot act on them."""
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
     warnings.filterwarnings("ignore", message=r"The torch\.cuda\.\*DtypeTensor constructors", category=UserWarning)
+    warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated", category=FutureWarning)
 
 
 def _keep_freed_memory() -> None:

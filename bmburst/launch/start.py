@@ -162,7 +162,7 @@ def _start_bmtrain(seed: int, tensor: int, pipe: int) -> None:
         raise UserError(
             f"BMTrain cannot be imported: {error}\nfix: build it for this Python and CUDA: bmburst build-bmtrain"
         ) from error
-    host.silence_storage_warnings()
+    host.silence_deprecations()
     cudnn, print_dict = torch.backends.cudnn.enabled, bmtrain.init.print_dict
     # BMTrain prints ten lines per rank to stdout, which is for results.
     bmtrain.init.print_dict = lambda title, facts: _LOG.debug("BMTrain: %s %s", title, facts)

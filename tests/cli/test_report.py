@@ -2,11 +2,11 @@
 
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bmburst import __version__
 from bmburst.cli import main
@@ -63,7 +63,7 @@ def report(capsys: Any, *words: str) -> dict[str, Any]:
 def test_versions_machine_and_options_without_what_is_the_users(home: Path, capsys: Any) -> None:
     found = report(capsys)
     assert found["last_error"] is None and found["run"] is None
-    assert found["versions"]["bmburst"] == __version__ and found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["bmburst"] == __version__ and found["versions"]["torch"] == version("torch")
     assert found["checks"]["torch"] == "ok" and found["machine"]["cores"] >= 1
     assert found["environment"]["NCCL_DEBUG"] == "INFO" and found["environment"]["OMP_NUM_THREADS"] == "3"
     assert found["environment"]["NCCL_DEBUG_FILE"] == found["environment"]["BMBURST_API_KEY"] == "(set)"
