@@ -147,8 +147,6 @@ def test_balanced_is_refused_where_masks_differ() -> None:
         split.part(ids, documents=[Documents((9, 12)), Documents((8, 13))])
     with refused("'balanced' | window of 7 | 'zigzag'"):
         split.part(ids).loss(_model("mistral", sliding_window=7))
-    with refused("Qwen3NextGatedDeltaNet | 'balanced' | zigzag, contiguous"):
-        split.part(ids).loss(tiny.transformers_model("qwen3_next", attention="bmburst"))
 
 
 def _tree(**changes: Any) -> Any:

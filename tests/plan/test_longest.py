@@ -243,7 +243,7 @@ REFUSALS = {
     "--lora.base 4bit": ("lora.base 4bit | pipeline_parallel 2 | zero_level 2 | fix: --parallel.zero_level 3"),
     "--sequence-length 4K --preset llama-3-8b --lora.base 4bit": "lora.base 4bit | lora.rank | fix: ",
     "--sequence-length 4K --preset llama-3-8b --lora.rank 8 --lora.base 8bit": "8bit | dtype | 4bit",
-    "--longest --preset llama-3-8b --nproc 0": "--nproc 0 | at least 1",
+    "--longest --preset llama-3-8b --nproc 0": "--nproc 0 | allowed: 1",
     "--calibrate --optimizer.offload": "--calibrate | --optimizer.offload | fix: leave --optimizer.offload out",
     "--longest --preset llama-3-8b --nproc 2 --tensor-parallel 2 --recompute block+every-4": (
         "block+every-4 | tensor | fix: "
