@@ -269,7 +269,7 @@ def test_a_number_that_is_too_large_is_told_the_largest():
         ("a.yaml", b"null\n", "holds nothing"),
         ("a.json", b"[1, 2]", "holds a list"),
         ("a.yaml", b"just words", "holds a str"),
-        ("a.json", b'{\n "count": 1,\n}', "line 3, column 1"),
+        ("a.json", b'{\n "count": 1,\n}', "malformed JSON at line"),
         ("a.json", b'{\n "count" 1\n}', "line 2, column 10"),
         ("a.json", b'{"count": 1', "line 1"),
         ("a.json", b'{"count": 1} x', "line 1, column 14"),
