@@ -81,7 +81,8 @@ def _measure(options: argparse.Namespace) -> Measured:
     facts = {"parameters": training.num_weights, "layers": options.layers, "recompute": options.recompute}
     facts |= {"kinds": config.layer_types, "compiled": options.compile, "inner_attention": options.inner_attention}
     functions: list[_Maker] = [_ours, _fla, partial(_ringmaster, inner=options.inner_attention), _unsplit]
-    makers = {method: maker for method, maker in zip(METHODS, functions, strict=True) if method in methods}
+    known = dict(zip(METHODS, functions, strict=True))
+    makers = {method: known[method] for method in methods}
     return facts, (row for length in lengths for row in _rows(training, makers, length, group, options.repeats))
 
 

@@ -72,8 +72,8 @@ def bytes_text(nbytes: float) -> str:
 
 def gib(nbytes: float) -> str:
     """Return bytes in GiB, as in a column of a table: "4.58", and from 10 GiB on "76.7"."""
-    text = f"{nbytes / GIB:.2f}"
-    return text if len(text) < len("10.00") else f"{nbytes / GIB:.1f}"
+    digits = 2 if round(nbytes / GIB, 2) < 10 else 1
+    return f"{nbytes / GIB:.{digits}f}"
 
 
 def whole(text: str) -> int:

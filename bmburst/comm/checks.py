@@ -201,9 +201,9 @@ class CheckedCommunicator:
         from different batches differ by about their own size.
 
         Args:
-            call: The call, for messages.
-            tensor: The tensor.
-            fact: "values" of a weight or state; "contents" of a batch, for which a message has another fix.
+            call: The name of the call in messages.
+            tensor: The tensor, of any shape.
+            fact: "values" of a weight or state, or "contents" of a batch. The fix in the message depends on it.
 
         Raises:
             Mismatch: The ranks hold different tensors.

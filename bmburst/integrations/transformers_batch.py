@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from types import MappingProxyType
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -144,20 +145,20 @@ def _require_known(others: Mapping[str, object]) -> None:
         )
 
 
-def _is_dense(value: object) -> bool:
+def _is_dense(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
 
 
 def _are_integers(value: object) -> bool:
     """Return whether a value is a dense tensor of integers."""
-    if not isinstance(value, Tensor) or not _is_dense(value):
-        return False
-    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    return _is_dense(value) and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
 def _kind(value: object) -> str:
-    if not isinstance(value, Tensor) or value.is_nested:  # a nested tensor has no shape
-        return f"nested {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_nested:  # it has no shape
+        return f"nested {value.dtype}"
     return f"{value.dtype} {list(value.shape)}" + ("" if value.layout == torch.strided else f" of {value.layout}")
 
 

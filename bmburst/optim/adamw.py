@@ -360,21 +360,22 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     def _updates(self, group: dict[str, Any]) -> Iterator[Update]:
         """Yield the updates of weights that are not in host memory. A GPU begins before the last one is made."""
+        rates = _rates(group)
         for p in group["params"]:
             if p.grad is not None and p.requires_grad and host_shard(p) is None:
-                yield Update(weights=p.data, **self._given(p, group))
+                yield Update(weights=p.data, **self._given(p, rates))
 
     def _shard_updates(self, group: dict[str, Any], scale: float) -> list[ShardUpdate]:
-        of_shards = [(p, shard) for p in group["params"] if p.grad is not None and (shard := host_shard(p))]
+        rates = _rates(group)
         return [
-            ShardUpdate(weights=shard.weights, **self._given(p, group), shard=shard, scale=scale)
-            for p, shard in of_shards
-            if p.requires_grad
+            ShardUpdate(weights=shard.weights, **self._given(p, rates), shard=shard, scale=scale)
+            for p in group["params"]
+            if p.grad is not None and p.requires_grad and (shard := host_shard(p))
         ]
 
-    def _given(self, p: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Return what an update has beside the weights."""
-        return {"gradient": p.grad, "state": self._state(p), "parts": self._parts_of(p), "rates": _rates(group)}
+    def _given(self, p: torch.Tensor, rates: Rates) -> dict[str, Any]:
+        """Return the fields of a parameter's update other than its weights."""
+        return {"gradient": p.grad, "state": self._state(p), "parts": self._parts_of(p), "rates": rates}
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return the state of a parameter; create it if it is missing."""

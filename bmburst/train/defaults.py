@@ -41,8 +41,8 @@ def spread(config: TrainConfig, given: Collection[str], ranks: int, gpus: Sequen
     The planner compares them by tokens per second, each with its fastest ZeRO stage and recompute policy that fit in
     GPU memory, unless they are given. Of ways that differ by less than `GAIN`, the one with the fewest ranks for a
     sequence is taken, then the smaller micro-batch. Without a given batch size, each group of ranks gets
-    `micro_batch_size` sequences a step. If nothing fits, the run is returned as it is. One rank chooses its micro-batch
-    alone.
+    `micro_batch_size` sequences a step. With one rank, only the micro-batch is chosen. If nothing fits, the run is
+    returned as it is.
 
     Args:
         config: The run.
