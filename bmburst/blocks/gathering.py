@@ -6,6 +6,9 @@ slot's uses.
 
 A slot keeps the weights of its block until another block needs it. With room for two blocks this is ZeRO-3: one block
 computes while the next one is gathered. With room for all blocks it is ZeRO-2: backward finds what forward gathered.
+
+The memory is freed after each step, unless CUDA graphs read weights and write gradients there (`stays`). Then each
+block finds its weights, and memory for its gradient, in the same place in every step.
 """
 
 from collections import deque
@@ -83,6 +86,7 @@ class Slot:
         views: A view for each parameter.
         holds: The block whose weights it has; None: nobody's.
         is_busy: Whether that block needs them now.
+        number: Its place among the slots at the beginning of a pass.
         gathered: Event after the gather into it.
         left: Event after the work of the block that had it last.
     """
@@ -92,14 +96,15 @@ class Slot:
     views: list[Tensor | None]
     holds: "ShardedBlock | None" = None
     is_busy: bool = False
+    number: int = 0
     gathered: Any = field(default_factory=lambda: torch.cuda.Event())
     left: Any = field(default_factory=lambda: torch.cuda.Event())
 
     @classmethod
-    def of(cls, layout: Layout) -> "Slot":
+    def of(cls, layout: Layout, number: int) -> "Slot":
         """Allocate a slot on the current stream."""
         memory = layout.allocate(frozenset(name for name, *_ in layout.storages))
-        made = cls(layout, memory, layout.views(memory))
+        made = cls(layout, memory, layout.views(memory), number=number)
         made.left.record(current())
         return made
 
@@ -113,11 +118,13 @@ class GradientMemory:
     Attributes:
         memory: The trained storages, flat.
         views: A view for each parameter; None for those that are not trained.
+        number: Its place among those of equal blocks at the beginning of a pass.
         scattered: Event after the last scatter.
     """
 
     memory: dict[str, Tensor]
     views: list[Tensor | None]
+    number: int = 0
     scattered: Any = field(default_factory=lambda: torch.cuda.Event())
 
     @torch.no_grad()
@@ -141,10 +148,14 @@ class GatherMemory:
 
     Args:
         room: Blocks whose weights may stay gathered while memory is needed for others, at least `AT_ONCE`.
+
+    Attributes:
+        stays: Whether the memory is kept from step to step, for CUDA graphs.
     """
 
     def __init__(self, room: int = AT_ONCE) -> None:
-        self._room = max(room, AT_ONCE)
+        self.stays = False
+        self._room, self._made = max(room, AT_ONCE), 0
         self._slots: list[Slot] = []  # in the order of use, the most recent one last
         self._gradients: dict[tuple[Layout, frozenset[str]], deque[GradientMemory]] = {}  # the last one used last
         self._keeps = False
@@ -153,24 +164,31 @@ class GatherMemory:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Weights do not change inside the `with` block, so they may stay gathered over several passes."""
-        self._drop()
+        self.end()
         self.begin()
         self._keeps = True
         try:
             yield
         finally:
             self._keeps = False
-            self._drop()
+            self.end()
 
     def begin(self) -> None:
         """Begin a forward pass: weights may have changed since the last one."""
+        for made in self._gradients.values():
+            while self.stays and made and made[0].number > made[-1].number:
+                made.rotate()
         if not self._keeps:
             self._forget()
             bmt.config["load_stream"].wait_stream(current())  # after the changes
 
     def end(self) -> None:
-        """Free all memory, after a pass that no other follows with the same weights."""
-        if not self._keeps:
+        """Free all memory that does not stay, after a pass that no other follows with the same weights."""
+        if self._keeps:
+            return
+        if self.stays:
+            self._forget()
+        else:
             self._drop()
 
     def keep_pace(self) -> None:
@@ -191,7 +209,7 @@ class GatherMemory:
         if free is None and idle and len(self._slots) >= self._room:
             free = idle[0]
         if free is None:
-            free = Slot.of(layout)
+            free, self._made = Slot.of(layout, self._made), self._made + 1
         else:
             self._slots.remove(free)
             if free.holds is not None:
@@ -225,10 +243,12 @@ class GatherMemory:
                 are two memories then, which take turns.
         """
         made = self._gradients.setdefault((layout, trained), deque())
-        if not made or (is_early and len(made) < AT_ONCE):
+        wanted = AT_ONCE if self.stays else min(len(made) + 1, AT_ONCE if is_early else 1)
+        is_new = len(made) < wanted
+        while len(made) < wanted:
             memory = layout.allocate(trained)
-            made.append(GradientMemory(memory, layout.views(memory)))
-        elif is_early:
+            made.append(GradientMemory(memory, layout.views(memory), len(made)))
+        if is_early and (self.stays or not is_new):
             made.rotate(-1)
         current().wait_event(made[-1].scattered)
         return made[-1]
@@ -244,6 +264,7 @@ class GatherMemory:
             if slot.holds is not None:
                 slot.holds.lose_slot()
             slot.holds, slot.is_busy = None, False
+        self._slots.sort(key=lambda slot: slot.number)
 
     def _drop(self) -> None:
         self._forget()

@@ -13,6 +13,7 @@ from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import AT_ONCE, LlamaConfig, LoRAConfig
 from bmburst.blocks.gathering import GatherMemory
+from bmburst.blocks.graphed import BlockGraphs
 from bmburst.blocks.layers import NF4, RMSNorm, Table, TensorGroup, freeze, quantized_linears, rows_of
 from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
@@ -183,6 +184,10 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             its base says so. Default: the weights are trained.
         kept_apart: What the optimizer treats differently from other parameters of a block, from
             `bmburst.blocks.kinds.apart`. Default: it treats all matrices alike, and all vectors.
+        block_graphs: Whether the kernels of blocks run as CUDA graphs in training: faster where the host bounds a step,
+            and more memory; see `bmburst.blocks.graphed`. Results are the same. It has no effect on a CPU, without
+            enough free memory, and in passes with `keys`. It needs recompute "none", no weights in host memory or in 4
+            bits, and neither tensor nor pipeline parallelism.
         stage: The part of the model that this rank has, from `bmburst.blocks.stages.Stage.of_bmtrain`. Default: all.
             A stage has `advance` or `stage_loss`; `bmburst.train.pipelined` runs them in the right order.
 
@@ -207,6 +212,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         host_memory: HostMemory | None = None,
         lora: LoRAConfig | None = None,
         kept_apart: Collection[str] = (),
+        block_graphs: bool = False,
         stage: Stage | None = None,
     ) -> None:
         super().__init__()
@@ -237,6 +243,13 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
                 "group=mesh.sequence)"
             )
         stage = stage or Stage.whole(config.num_layers)
+        is_quantized = lora is not None and lora.is_4bit
+        if block_graphs and (policy.name != "none" or offload_weights or is_quantized or tensor.size * stage.count > 1):
+            raise UserError(
+                f"block_graphs with recompute {policy.name}, offload_weights {offload_weights}, weights in 4 bits "
+                f"{is_quantized}, tensor parallelism {tensor.size}, {stage.count} pipeline stages\n"
+                "fix: recompute 'none', weights on the GPU in 16 or 32 bits, no such parallelism; or no block_graphs"
+            )
         if stage.count > 1:
             policy.require_stages(stage.count)
             if lora is not None:
@@ -257,6 +270,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
                 self.lm_head = Table(config.vocab_size, config.hidden_size, dtype=dtype)
                 if lora is not None:
                     freeze(self.lm_head, lora, "lm_head.")
+        has_graphs = block_graphs and torch.cuda.is_available()
+        self.block_graphs = BlockGraphs(self.model.gather_memory) if has_graphs else None
         first = next(iter(self.model.layers)).self_attn.attention
         layout = getattr(getattr(first, "options", None), "layout", None)
         if config.sliding_window is not None and layout == "balanced":
@@ -423,8 +438,14 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         cos, sin = rotary_tables(config, positions, length, model.dtype)
         if embedding is not None:
             stream = rows_of(self.tensor.own(tokens), embedding, factor=config.embedding_scale)
-        batch = Batch(cos, sin, length, within(config.sliding_window, mask), keys)
+        graphs = self.block_graphs if keys is None and torch.is_grad_enabled() else None
+        tables = () if graphs is None else graphs.begin(cos, sin)
+        if tables:
+            cos, sin = tables
+        batch = Batch(cos, sin, length, within(config.sliding_window, mask), keys, graphs if tables else None)
         hidden: Tensor = model.layers(stream, batch)
+        if self.block_graphs is not None:
+            self.block_graphs.end()
         return model.norm(hidden) if self.stage.is_last else hidden
 
     def _head(self, embedding: Tensor | None) -> Tensor:

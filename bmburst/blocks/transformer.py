@@ -17,6 +17,7 @@ from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.config import mlp_chunk as choose_chunk
+from bmburst.blocks.graphed import BlockGraphs, Part
 from bmburst.blocks.layers import Composite, Linear, RMSNorm, TensorGroup, add_adapters, keep_apart, project
 from bmburst.blocks.recomputed import BlockSegments, recomputed_block
 from bmburst.recompute.checkpointing import checkpoint, is_recomputing
@@ -45,6 +46,7 @@ class Batch:
         length: Tokens of the whole sequence over all ranks, without padding; None: there is no padding.
         mask: Mask of the batch; replaces that of the attention module.
         keys: See `Llama.loss`.
+        graphs: Graphs of the blocks; None: the pass runs without them.
     """
 
     cos: Tensor
@@ -52,6 +54,7 @@ class Batch:
     length: int | None
     mask: MaskOption | None
     keys: Tensor | None
+    graphs: BlockGraphs | None = None
 
 
 class SelfAttention(Composite):
@@ -91,16 +94,22 @@ class SelfAttention(Composite):
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return `[batch, own tokens, hidden_size]`; see `TransformerBlock.forward`."""
-        gathered = self.tensor.gather(hidden, batch.cos.shape[1])
+        mixed: Tensor = self.attention(*self.inputs(hidden, batch.cos, batch.sin, batch.keys), batch.length, batch.mask)
+        return self.output(mixed, batch.keys)
 
-        projected = project(gathered, self.q_proj, self.k_proj, self.v_proj, keys=batch.keys)
+    def inputs(self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return attention's queries, keys and values, `[batch, tokens, heads, head_dim]`."""
+        gathered = self.tensor.gather(hidden, cos.shape[1])
+        projected = project(gathered, self.q_proj, self.k_proj, self.v_proj, keys=keys)
         query, key, value = (each.view(*gathered.shape[:2], -1, self.head_dim) for each in projected)
         del projected  # rotary embedding returns new query and key tensors; the old ones can be freed
         if self.has_norms:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary_to((query, key), batch.cos, batch.sin)
-        mixed: Tensor = self.attention(query, key, value, batch.length, batch.mask)
-        return self.tensor.add_up(self.o_proj(mixed.flatten(-2), keys=batch.keys))
+        return *apply_rotary_to((query, key), cos, sin), value
+
+    def output(self, mixed: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Return the projection of attention's output, `[batch, own tokens, hidden_size]`."""
+        return self.tensor.add_up(self.o_proj(mixed.flatten(-2), keys=keys))
 
 
 class MLP(Composite):
@@ -195,6 +204,7 @@ class TransformerBlock(Composite):
         keep_apart(self, kept_apart)
         self.recompute, self.store, self.segments, self.factor = policy, store, segments, config.residual_scale
         self._prefetches = prefetches
+        self._parts: list[Part] = []
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return the residual stream after this block.
@@ -209,10 +219,35 @@ class TransformerBlock(Composite):
             prefetch = self.store.prefetcher() if self._prefetches else None
         if self.recompute.recomputes and self.mlp.tensor.size == 1:
             return recomputed_block(self, hidden, batch)
+        if batch.graphs is not None:
+            return self._in_parts(batch.graphs, hidden, batch)
         result: Tensor = checkpoint(self.recompute, self._forward, hidden, batch, store=self.store)
         if prefetch is not None:
             result.register_hook(prefetch)
         return result
+
+    def _in_parts(self, graphs: BlockGraphs, hidden: Tensor, batch: Batch) -> Tensor:
+        """Return the residual stream after this block, whose kernels around attention run as CUDA graphs."""
+        if not self._parts:
+            attention = self.self_attn
+            norms = (attention.q_norm, attention.k_norm) if attention.has_norms else ()
+            first = self.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj, *norms
+            last = attention.o_proj, self.post_attention_layernorm, self.mlp
+            self._parts = [graphs.part(self._before, first), graphs.part(self._after, last)]
+        before_attention, after_attention = self._parts
+        hidden, *heads = before_attention(hidden, batch.cos, batch.sin)
+        (result,) = after_attention(hidden, self.self_attn.attention(*heads, batch.length, batch.mask))
+        return result
+
+    def _before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Return the residual stream, and attention's queries, keys and values."""
+        hidden, normed = self.input_layernorm.of_stream(hidden)
+        return hidden, *self.self_attn.inputs(normed, cos, sin)
+
+    def _after(self, hidden: Tensor, mixed: Tensor) -> tuple[Tensor, ...]:
+        """Return the residual stream after the block, given that before it and attention's output."""
+        hidden, normed = self.post_attention_layernorm.of_stream(hidden, self.self_attn.output(mixed), self.factor)
+        return (torch.add(hidden, self.mlp(normed, hidden.shape[1]), alpha=self.factor),)
 
     def _forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         hidden, normed = self.input_layernorm.of_stream(hidden)

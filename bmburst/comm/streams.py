@@ -337,12 +337,16 @@ BUFFERS = FixedBuffers()
 
 def _has_room(cuda: Any) -> bool:
     """Return whether torch's allocator supports pools for graphs, and has room for memory that stays allocated."""
-    is_torchs_own = cuda.get_allocator_backend() == "native"
-    return is_torchs_own and _NO_CACHE not in os.environ and _free_nbytes(cuda) >= _ROOM
+    return free_nbytes(cuda) >= _ROOM
 
 
-def _free_nbytes(cuda: Any) -> float:
-    """Return how many bytes torch's allocator can still take: free memory, limited by the process's memory fraction."""
+def free_nbytes(cuda: Any = torch.cuda) -> float:
+    """Return how many bytes torch's allocator can still take for graphs; 0 if it has no pools of memory for them.
+
+    That is free memory, limited by the process's memory fraction.
+    """
+    if cuda.get_allocator_backend() != "native" or _NO_CACHE in os.environ:
+        return 0.0
     free, total = cuda.mem_get_info()
     share: float = cuda.get_per_process_memory_fraction() * total - cuda.memory_reserved()
     return min(float(free), share)

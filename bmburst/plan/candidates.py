@@ -218,6 +218,7 @@ class Candidate:
         layer: If `recompute` differs by layer, the policy of the layers that are predicted.
         offload: What is in host memory.
         pipe: Stages of a pipeline.
+        block_graphs: Whether blocks may be CUDA graphs (`--parallel.block_graphs`).
     """
 
     task: Task
@@ -233,6 +234,7 @@ class Candidate:
     layer: Policy | None = None
     offload: Offload = Offload.NOTHING
     pipe: int = 1
+    block_graphs: bool = True
 
     @cached_property
     def sequence(self) -> int:

@@ -27,6 +27,7 @@ from bmburst.plan.counts import (
     held_block,
     mlp_matrix,
 )
+from bmburst.plan.graphs import graph_bytes, runs_graphs
 from bmburst.plan.moments import Lines, Moments, OtherBlocks, StepMoments
 from bmburst.plan.stages import ends, kept_by_stage, stages_per_node
 from bmburst.recompute.policy import BlockBytes
@@ -34,6 +35,8 @@ from bmburst.schedule.hardware import Hardware
 
 KEPT = "what blocks keep"
 """Name of the tensors that recompute policies offload, in the bytes of a host."""
+KEPT_BY_GRAPHS = "kept by CUDA graphs"
+"""Name of the memory of graphs, in the bytes of a GPU."""
 HOST_SHARE = 0.9  # usable fraction of a host's memory; the rest is for the system and for processes
 
 
@@ -90,10 +93,29 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     if candidate.pipe > 1:
         stages = (_stage_memory(candidate, number, hardware, operators) for number in ends(candidate))
         return max(stages, key=lambda each: (each.lacking, each.total))
+    found = _memory_of(candidate, hardware, operators)
+    return _with_graphs(found, candidate) if keeps_graphs(candidate, hardware, operators=operators) else found
+
+
+def keeps_graphs(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> bool:
+    """Return whether the blocks of a run are CUDA graphs: if they should be, and there is memory for them."""
+    if not runs_graphs(candidate, hardware):
+        return False
+    return _with_graphs(_memory_of(candidate, hardware, operators), candidate).fits
+
+
+def _memory_of(candidate: Candidate, hardware: Hardware, operators: Operators) -> Memory:
+    """Return the peak memory of a step without a pipeline and without graphs of blocks."""
     moment, lines, totals, boxes, in_host = _peak(candidate, hardware.workspace, operators)
     outside = boxes | _libraries(candidate.task, hardware)
     most = HOST_SHARE * hardware.host_memory
     return Memory(moment, lines, _used(outside), hardware.memory, totals, in_host, most)
+
+
+def _with_graphs(found: Memory, candidate: Candidate) -> Memory:
+    """Return the memory of a step whose blocks are CUDA graphs."""
+    more = graph_bytes(candidate, block_bytes(candidate))
+    return replace(found, outside={**found.outside, KEPT_BY_GRAPHS: found.outside.get(KEPT_BY_GRAPHS, 0.0) + more})
 
 
 @lru_cache(maxsize=1024)  # a search asks for the same ways again, and for their memory on other machines
@@ -110,7 +132,7 @@ def _peak(candidate: Candidate, workspace: float, operators: Operators) -> tuple
 def _stage_memory(candidate: Candidate, number: int, hardware: Hardware, operators: Operators) -> Memory:
     """Return the peak memory of a stage of a pipeline."""
     stage = candidate.stages[number]
-    own = memory_of(stage, hardware, operators=operators)
+    own = _memory_of(stage, hardware, operators)
     more = _used(kept_by_stage(candidate, number, StepMoments(stage, operators)))
     others = stages_per_node(candidate)
     return replace(
@@ -201,7 +223,7 @@ class _Blocks:
         calls = [each.attends for each in self._kinds]
         return {
             "boxes that peers read": max(each.outside for each in calls),
-            "kept by CUDA graphs": max(each.in_graphs for each in calls),
+            KEPT_BY_GRAPHS: max(each.in_graphs for each in calls),
         }
 
     def in_host(self) -> Lines:

@@ -27,14 +27,13 @@ from bmburst.plan.counts import (
     table,
     vocabulary_matrices,
 )
-from bmburst.plan.memory import block_bytes
+from bmburst.plan.graphs import issuing_seconds
+from bmburst.plan.memory import block_bytes, keeps_graphs
 from bmburst.plan.stages import schedule_of, send_seconds, splitting_layers
 from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware, sustained
 from bmburst.schedule.pipeline import PassTimes
 
-MEASURED_RANKS = 4  # over which the host's time of ZeRO was measured; more are taken for as many
-OUTSIDE_BLOCKS = 2  # host time of embedding, head and optimizer, in blocks
 _OPTIMIZER_BYTES = 30  # per parameter: AdamW with fp32 moments 28, norm of the gradient 2
 
 
@@ -96,7 +95,8 @@ def step_time(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     hardware = sustained(hardware)
     if candidate.pipe > 1:
         return _pipeline_time(candidate, hardware, operators)
-    return _step_time(candidate, hardware, operators, has_head=True)
+    graphs = keeps_graphs(candidate, hardware, operators=operators)
+    return _step_time(candidate, hardware, operators, has_head=True, graphs=graphs)
 
 
 def _pipeline_time(candidate: Candidate, hardware: Hardware, operators: Operators) -> StepTime:
@@ -141,7 +141,13 @@ def _later(stage: Candidate, hardware: Hardware) -> float:
 
 
 def _step_time(
-    candidate: Candidate, hardware: Hardware, operators: Operators, *, has_head: bool, sums_whole: bool = False
+    candidate: Candidate,
+    hardware: Hardware,
+    operators: Operators,
+    *,
+    has_head: bool,
+    sums_whole: bool = False,
+    graphs: bool = False,
 ) -> StepTime:
     """Return the seconds of a step without a pipeline, or of a stage.
 
@@ -151,19 +157,19 @@ def _step_time(
         operators: The operators between matrix products.
         has_head: Whether the head and the loss are computed.
         sums_whole: Whether each rank adds up whole gradients over micro-batches, and not its shards of them.
+        graphs: Whether the blocks are CUDA graphs.
     """
-    layers, passes = candidate.task.model.num_layers, candidate.micro_steps
+    passes = candidate.micro_steps
     parts = _outside_layers(candidate, hardware, operators)
     if not has_head:
         parts = dict.fromkeys(parts, 0.0) | {"zero": parts["zero"]}
-    ranks = min(candidate.shards // candidate.tensor, candidate.task.gpus_per_node, MEASURED_RANKS)
-    issued = layers * (hardware.layer_host + hardware.zero_host * (ranks - 1)) + hardware.layer_host * OUTSIDE_BLOCKS
+    issued = issuing_seconds(candidate, hardware, graphs=graphs)
     waits = 0.0  # of the GPU for the host in attention
     for kind, count in candidate.kinds:
         attention = _attention(kind, hardware, operators)
         for name, seconds in _layer(kind, hardware, operators, attention).items():
             parts[name] += count * seconds
-        waits += count * sum(attention.waits)
+        waits += 0.0 if graphs else count * sum(attention.waits)  # between graphs the host is ahead of the GPU
     parts = {name: passes * seconds for name, seconds in parts.items()}
     parts["elementwise"] += (passes - 1) * _gradient_sums(candidate, hardware, whole=sums_whole)
     # Attention counts with its own waits, so that ways compare as in `burst_attention`. The host waits for the passes

@@ -37,6 +37,8 @@ class Hardware:
         message_host: Host seconds of a message to a rank by copy engines, to this rank too.
         layer_host: Host seconds for a block, forward and backward, with attention on one rank; embedding, head and
             optimizer count as two blocks.
+        layer_graph_host: The same for a block whose kernels around attention are CUDA graphs, with attention on several
+            ranks.
         zero_host: Host seconds by which a block takes longer for each further rank of a ZeRO group.
         memory: Bytes of memory of a GPU.
         memory_bandwidth: Bytes per second that elementwise kernels read and write.
@@ -78,6 +80,7 @@ class Hardware:
     collective_host: float
     message_host: float
     layer_host: float
+    layer_graph_host: float
     zero_host: float
     memory: float
     memory_bandwidth: float
@@ -122,15 +125,15 @@ def sustained(hardware: Hardware) -> Hardware:
 NUMBERS = tuple(declared.name for declared in fields(Hardware) if declared.name != "name")
 """The tables of a hardware file."""
 _SINCE = {
-    **{"host_adam": 3.5e9, "matmul_sustained": 1.0},
+    **{"host_adam": 3.5e9, "matmul_sustained": 1.0, "layer_graph_host": 1.8e-3},
     **{"pass_host": 5.2e-4, "graph_host": 2.8e-5, "collective_host": 1e-4, "message_host": 7e-5, "zero_host": 6e-4},
 }
 """Defaults of numbers that older files lack: those of an H200's host, and no limit by power."""
 _MAY_BE_ZERO = (
     *("matmul_half_rows", "attention_half_rows", "attention_call", "attention_tail", "cut_loss", "call_start"),
     *("pass_host", "graph_host", "collective_host", "message_host", "zero_host"),
-    *("layer_host", "reserved", "nccl_memory", "workspace", "peer_latency", "peer_exposed", "nccl_latency"),
-    *("nccl_exposed", "inter_latency", "inter_exposed"),
+    *("layer_host", "layer_graph_host", "reserved", "nccl_memory", "workspace", "peer_latency", "peer_exposed"),
+    *("nccl_latency", "nccl_exposed", "inter_latency", "inter_exposed"),
 )
 
 HOST = "cpu"

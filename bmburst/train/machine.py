@@ -64,6 +64,7 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         zero_ranks=None if group == ranks else int(group),
         transport=_transport(parallel.transport, hardware),
         offload=_offload(config.optimizer),
+        block_graphs=parallel.block_graphs == "auto",
     )
     return with_attention_choice(way, parallel.strategy, parallel.head_parallel, hardware)
 

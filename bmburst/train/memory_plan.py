@@ -20,7 +20,7 @@ from bmburst.memory import DRIVER_IS_FULL, available_bytes, peak_bytes
 from bmburst.mesh import Mesh
 from bmburst.optim.config import smaller_states
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.memory import KEPT, Memory, memory_of
+from bmburst.plan.memory import KEPT, Memory, keeps_graphs, memory_of
 from bmburst.plan.rates import call_seconds
 from bmburst.plan.search import (
     Choice,
@@ -224,6 +224,14 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int, mine: RankMe
     if room.memory is not None:
         room.memory.require(way, room.hardware)
     return way.recompute
+
+
+def block_graphs_for(config: TrainConfig, ranks: int, per_host: int) -> bool:
+    """Return whether the blocks of a run are CUDA graphs. Its ZeRO stage and recompute policy are not "auto"."""
+    if not torch.cuda.is_available():
+        return False
+    hardware = hardware_like(torch.cuda.get_device_name())
+    return keeps_graphs(planned(config, ranks, max(1, ranks // per_host), hardware), hardware)
 
 
 def expected_memory(config: TrainConfig, ranks: int, per_host: int) -> Memory | None:

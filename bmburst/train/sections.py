@@ -217,6 +217,11 @@ class ParallelConfig:
         unit="ranks",
         minimum=1,
     )
+    block_graphs: Literal["auto", "never"] = field(
+        "Whether blocks run as CUDA graphs, which takes less time of the host and more memory. auto: if nothing is "
+        "recomputed, and the planner predicts that the host bounds a step and that the memory is there.",
+        default="auto",
+    )
     deterministic: bool = field("Bitwise reproducible runs, at the cost of speed.", default=False)
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from bmburst.train.kept import kept_by_rank_0
 from bmburst.train.loading import Loader, LocalBatch, causal_cut, sample_cost
 from bmburst.train.machine import require_dtype
 from bmburst.train.memory_plan import (
+    block_graphs_for,
     expected_memory,
     explained,
     offloaded_pieces,
@@ -151,7 +152,12 @@ class Trainer:
         self._loader = Loader(cut, self.runtime.device, numbered=bool(config.lora.dropout))
         self._end("data")
         make_model = model_maker(config, self.mesh, memory, groups)
-        self.model = make_model(recompute=config.recompute, seed=None, lora=config.lora if config.lora.is_on else None)
+        self.model = make_model(
+            recompute=config.recompute,
+            seed=None,
+            lora=config.lora if config.lora.is_on else None,
+            block_graphs=block_graphs_for(config, self.runtime.world_size, here[1]),
+        )
         self._end("model")
         initialize(self.model, config.model, config.seed)
         self._end("initial weights")

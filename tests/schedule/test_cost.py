@@ -24,6 +24,7 @@ NEVER = (
         "matmul_sustained",
         "matmul_half_rows",
         "layer_host",
+        "layer_graph_host",
         "zero_host",
         "memory",
         "reserved",
