@@ -12,7 +12,8 @@ pass: activations are in memory that all passes share.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -55,8 +56,8 @@ class BlockGraphs:
         weights.stays = True
 
     def part(self, function: PartFunction, modules: Iterable[torch.nn.Module]) -> "Part":
-        """Return a part that reads the parameters of some modules."""
-        return Part(function, list(chain.from_iterable(each.parameters() for each in modules)), self)
+        """Return a part that reads the parameters of some modules, each by its name in its module."""
+        return Part(function, list(chain.from_iterable(each.modules() for each in modules)), self)
 
     def begin(self, *tables: Tensor) -> tuple[Tensor, ...]:
         """Begin a forward pass; return its rotary tables in fixed memory. Empty: it must run without graphs."""
@@ -188,13 +189,16 @@ class Part:
 
     Args:
         function: What it computes.
-        parameters: The parameters that it reads.
+        modules: All modules whose own parameters it reads.
         graphs: What the parts of the model share.
     """
 
-    def __init__(self, function: PartFunction, parameters: Sequence[torch.nn.Parameter], graphs: BlockGraphs) -> None:
-        self._function, self._parameters, self._graphs = function, parameters, graphs
-        self._trained = [each for each in parameters if each.requires_grad]
+    def __init__(self, function: PartFunction, modules: Iterable[torch.nn.Module], graphs: BlockGraphs) -> None:
+        self._function, self._graphs = function, graphs
+        self._owned = [(each._parameters, name, value) for each in modules for name, value in _named(each)]
+        self._parameters = [parameter for *_, parameter in self._owned]
+        self._trained = [each for each in self._parameters if each.requires_grad]
+        self._copies: list[torch.nn.Parameter] = []
         self._kind: tuple[object, ...] = ()
         self._number = 0
         self._leaves: list[Tensor] = []
@@ -255,8 +259,10 @@ class Part:
         held = self._graphs.inputs_like(inputs)
         self._leaves = _leaves(held, [each.requires_grad for each in inputs])
 
+        self._copies = [torch.nn.Parameter(each.data, each.requires_grad) for each in self._parameters]
+
         def work() -> tuple[Tensor, ...]:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._with_copies():
                 self._results = self._function(*self._leaves)
             return self._results
 
@@ -266,7 +272,10 @@ class Part:
     def _capture_backward(self, grads: Sequence[Tensor], memory: Sequence[Tensor | None]) -> None:
         held = self._graphs.inputs_like(grads)
         given = [each.memory for each in held]
-        graph, results = self._graphs.record(lambda: self._gradients(self._leaves, self._results, given, memory))
+        for copy, parameter in zip(self._copies, self._parameters, strict=True):
+            copy.data = parameter.data
+        trained = [each for each in self._copies if each.requires_grad]
+        graph, results = self._graphs.record(lambda: _gradients(self._leaves, trained, self._results, given, memory))
         self._graphs.fix(tuple([each for each in results if each is not None]))
         self._results = ()
         self._backward = _Recorded(graph, held, results)
@@ -277,29 +286,49 @@ class Part:
         with torch.enable_grad():
             leaves = _leaves(self._forward.inputs, [each.requires_grad for each in self._leaves])
             results = self._function(*leaves)
-        return list(self._gradients(leaves, results, grads, memory))
+        return list(_gradients(leaves, self._trained, results, grads, memory))
 
-    def _gradients(
-        self,
-        leaves: Sequence[Tensor],
-        results: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        memory: Sequence[Tensor | None],
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the leaves and of the trained parameters; the latter are in their memory."""
-        for parameter, place in zip(self._trained, memory, strict=True):
-            if place is not None:
-                _offer(parameter, place)
-        wanted = [each for each in leaves if each.requires_grad]
-        found = torch.autograd.grad(results, [*wanted, *self._trained], grads)
-        of_parameters = []
-        for parameter, place, gradient in zip(self._trained, memory, found[len(wanted) :], strict=True):
-            parameter.__dict__.pop("gradient_memory", None)
-            if place is not None and gradient.data_ptr() != place.data_ptr():
-                place.copy_(gradient)
-            of_parameters.append(gradient if place is None else place)
-        of_leaves = iter(found)
-        return *[next(of_leaves) if each.requires_grad else None for each in leaves], *of_parameters
+    @contextmanager
+    def _with_copies(self) -> Iterator[None]:
+        """Let the modules have copies of their parameters, with the same memory.
+
+        A graph of autograd that is alive remembers on which stream a parameter was used. Another stream may not wait
+        for it while it captures.
+        """
+        try:
+            for (owner, name, _), copy in zip(self._owned, self._copies, strict=True):
+                owner[name] = copy
+            yield
+        finally:
+            for owner, name, parameter in self._owned:
+                owner[name] = parameter
+
+
+def _named(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, each) for name, each in module._parameters.items() if each is not None]
+
+
+def _gradients(
+    leaves: Sequence[Tensor],
+    trained: Sequence[torch.nn.Parameter],
+    results: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    memory: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of leaves, None where it is not required, and those of trained parameters, in `memory`."""
+    for parameter, place in zip(trained, memory, strict=True):
+        if place is not None:
+            _offer(parameter, place)
+    wanted = [each for each in leaves if each.requires_grad]
+    found = torch.autograd.grad(results, [*wanted, *trained], grads)
+    of_parameters = []
+    for parameter, place, gradient in zip(trained, memory, found[len(wanted) :], strict=True):
+        parameter.__dict__.pop("gradient_memory", None)
+        if place is not None and gradient.data_ptr() != place.data_ptr():
+            place.copy_(gradient)
+        of_parameters.append(gradient if place is None else place)
+    of_leaves = iter(found)
+    return *[next(of_leaves) if each.requires_grad else None for each in leaves], *of_parameters
 
 
 def _leaves(inputs: Sequence[_Input], wanted: Sequence[bool]) -> list[Tensor]:
