@@ -7,8 +7,8 @@ and the transfers of ZeRO run between them, as they do without graphs.
 
 A graph reads and writes fixed memory. Inputs are copied to it, unless they are results of another part. Weights and
 gradients must be in place (`GatherMemory.stays`). A part that finds them elsewhere runs without its graph. A pass runs
-without graphs if its shapes are others than those of the first passes, and while another one waits for its backward
-pass: activations are in memory that all passes share.
+without graphs if its shapes are others than those of the first passes, under autocast, and while another one waits for
+its backward pass: activations are in memory that all passes share. A block with hooks runs without graphs.
 """
 
 import weakref
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from bmburst.comm.streams import free_nbytes, is_capturing, paused_collector
 from bmburst_ops.errors import KernelError, first_order
@@ -61,7 +62,7 @@ class BlockGraphs:
 
     def begin(self, *tables: Tensor) -> tuple[Tensor, ...]:
         """Begin a forward pass; return its rotary tables in fixed memory. Empty: it must run without graphs."""
-        if self._open or not self._weights.stays:
+        if self._open or not self._weights.stays or torch.is_autocast_enabled(tables[0].device.type):
             return ()
         kind = tuple([(each.shape, each.dtype) for each in tables])
         if self._resources is None:
@@ -122,6 +123,14 @@ class BlockGraphs:
             finally:
                 graph.capture_end()
         return graph, found
+
+
+def has_hooks(modules: Iterable[torch.nn.Module]) -> bool:
+    """Return whether hooks see the calls of some modules. A graph would not call them."""
+    return _has_any_global_hook() or any(
+        each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
+        for each in modules
+    )
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig, LoRAConfig
 from bmburst.blocks.config import mlp_chunk as choose_chunk
-from bmburst.blocks.graphed import BlockGraphs, Part
+from bmburst.blocks.graphed import BlockGraphs, Part, has_hooks
 from bmburst.blocks.layers import Composite, Linear, RMSNorm, TensorGroup, add_adapters, keep_apart, project
 from bmburst.blocks.recomputed import BlockSegments, recomputed_block
 from bmburst.recompute.checkpointing import checkpoint, is_recomputing
@@ -205,6 +205,7 @@ class TransformerBlock(Composite):
         self.recompute, self.store, self.segments, self.factor = policy, store, segments, config.residual_scale
         self._prefetches = prefetches
         self._parts: list[Part] = []
+        self._all_modules = list(self.modules())
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return the residual stream after this block.
@@ -219,7 +220,7 @@ class TransformerBlock(Composite):
             prefetch = self.store.prefetcher() if self._prefetches else None
         if self.recompute.recomputes and self.mlp.tensor.size == 1:
             return recomputed_block(self, hidden, batch)
-        if batch.graphs is not None:
+        if batch.graphs is not None and not has_hooks(self._all_modules):
             return self._in_parts(batch.graphs, hidden, batch)
         result: Tensor = checkpoint(self.recompute, self._forward, hidden, batch, store=self.store)
         if prefetch is not None:

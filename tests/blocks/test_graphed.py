@@ -231,6 +231,26 @@ def _evaluation_between_steps():
 
 
 @on_program(1)
+def test_hooks_and_autocast_are_not_passed_over():
+    model, reference = made(), made()
+    graphs = graphs_of(model)
+    passes(model, range(3))
+    seen = []
+    for each in (model, reference):
+        attention = each.model.layers["1"].self_attn
+        attention.o_proj.register_forward_hook(lambda _module, _given, out: seen.append(out.sum().item()))
+        attention.register_forward_hook(lambda _module, _given, out: 2 * out)
+    same(passes(model, [3]), passes(reference, [3]))
+    assert len(seen) == 2 and seen[0] == seen[1]
+    assert {each.count for each in graphs} == {1, 2}  # the block before has its graphs of forward
+    found = []
+    for each in (model, reference):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(passes(each, [4]))
+    same(*found)
+
+
+@on_program(1)
 def test_without_room_there_are_no_graphs():
     model = made()
     graphs = graphs_of(model, free=(2 << 30) - 1)
