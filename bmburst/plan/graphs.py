@@ -7,7 +7,7 @@ from bmburst.recompute.policy import BlockBytes, Policy
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like, sustained
 
 _RANKS = 4  # over which the host's time of ZeRO was measured; more are taken for as many
-OUTSIDE_BLOCKS = 2  # host time of embedding, head and optimizer, in blocks
+_OUTSIDE = 2  # host time of embedding, head and optimizer, in blocks
 _PER_KEPT = 0.8  # bytes that graphs keep beside the activations, for each byte of them: measured from 1K to 8K tokens
 
 
@@ -39,7 +39,7 @@ def issuing_seconds(candidate: Candidate, hardware: Hardware, *, graphs: bool) -
     """
     ranks = min(candidate.shards // candidate.tensor, candidate.task.gpus_per_node, _RANKS)
     of_block = (hardware.layer_graph_host if graphs else hardware.layer_host) + hardware.zero_host * (ranks - 1)
-    return candidate.task.model.num_layers * of_block + hardware.layer_host * OUTSIDE_BLOCKS
+    return candidate.task.model.num_layers * of_block + hardware.layer_host * _OUTSIDE
 
 
 def graph_bytes(candidate: Candidate, block: BlockBytes) -> float:
