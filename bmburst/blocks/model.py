@@ -271,7 +271,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
                 if lora is not None:
                     freeze(self.lm_head, lora, "lm_head.")
         has_graphs = block_graphs and torch.cuda.is_available()
-        self.block_graphs = BlockGraphs(self.model.gather_memory) if has_graphs else None
+        self.graphs = BlockGraphs(self.model.gather_memory) if has_graphs else None
         first = next(iter(self.model.layers)).self_attn.attention
         layout = getattr(getattr(first, "options", None), "layout", None)
         if config.sliding_window is not None and layout == "balanced":
@@ -438,14 +438,14 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         cos, sin = rotary_tables(config, positions, length, model.dtype)
         if embedding is not None:
             stream = rows_of(self.tensor.own(tokens), embedding, factor=config.embedding_scale)
-        graphs = self.block_graphs if keys is None and torch.is_grad_enabled() else None
+        graphs = self.graphs if keys is None and torch.is_grad_enabled() else None
         tables = () if graphs is None else graphs.begin(cos, sin)
         if tables:
             cos, sin = tables
         batch = Batch(cos, sin, length, within(config.sliding_window, mask), keys, graphs if tables else None)
         hidden: Tensor = model.layers(stream, batch)
-        if self.block_graphs is not None:
-            self.block_graphs.end()
+        if graphs is not None:
+            graphs.end()
         return model.norm(hidden) if self.stage.is_last else hidden
 
     def _head(self, embedding: Tensor | None) -> Tensor:

@@ -67,7 +67,7 @@ def graphs_of(model, *, free=MUCH):
         Stream=object,
         MemPool=object,
     )
-    model.block_graphs = Graphs(model.model.gather_memory, cuda)
+    model.graphs = Graphs(model.model.gather_memory, cuda)
     return made
 
 
@@ -255,6 +255,20 @@ def test_without_room_there_are_no_graphs():
     assert model.model.gather_memory.stays
     same(passes(model, range(4)), passes(made(), range(4)))
     assert not graphs and not model.model.gather_memory.stays
+
+
+@on_program(1)
+def test_memory_that_a_pass_does_not_keep_is_not_counted():
+    """States of the optimizer, which are allocated after the first pass, before an evaluation."""
+    model, allocated = made(), [0]
+    graphs = graphs_of(model, free=(2 << 30) + 2)
+    model.graphs._cuda.memory_allocated = lambda: allocated[0]
+    passes(model, [0])
+    allocated[0] = 1 << 30
+    with torch.no_grad():
+        loss_of(model, 1)
+    passes(model, range(1, 4))
+    assert graphs
 
 
 @on_program(1)

@@ -68,4 +68,4 @@ def _steps(config, has_graphs, **options):
                     shard.local().sub_(shard.parameter.grad, alpha=0.1)
             shard.parameter.grad = shard.storage.grad = None
         found.append((losses, gradients))
-    return found, model.block_graphs
+    return found, model.graphs
