@@ -50,6 +50,9 @@ class RunSaves(BackgroundSaves):
         self.folder = config.output
         self._config, self._model, self._optimizer, self._tokenizer = config, model, optimizer, tokenizer
         self._asked = asked
+        # What the configuration asks `restore` to load, until it is called.
+        self._unread = "resume" if config.resume else "lora.init_from" if config.lora.init_from else ""
+        self._unread = self._unread or ("init_from" if config.init_from else "")
         self._base: Base | None = None
         self._reference = None if config.reference is None else reference_text(config, config.reference)
 
@@ -63,6 +66,12 @@ class RunSaves(BackgroundSaves):
             UserError: `resume` is true and there is no checkpoint, or all are damaged, or it has another model
                 or another reference.
         """
+        progress = self._read()
+        self._unread = ""
+        return progress
+
+    def _read(self) -> RunProgress | None:
+        """See `restore`."""
         config, base = self._config, self._config.init_from
         newest = verified_together(self.folder) if config.resume else self.folder
         if newest == self.folder and config.resume is True:
@@ -80,6 +89,13 @@ class RunSaves(BackgroundSaves):
             return None
         require_reference(config, newest)
         return load_checkpoint(newest, self._model, self._optimizer, base=self._base)
+
+    def require_restored(self) -> None:
+        """Raise UserError if the configuration names weights to begin with, and `restore` has not been called."""
+        if self._unread:
+            raise UserError(
+                f"{self._unread} is set, and its weights are not loaded\nfix: trainer.restore(), before the first step"
+            )
 
     def write_config(self) -> None:
         """Write the configuration to the run folder, for `resume`; call it on one rank."""
@@ -103,8 +119,10 @@ class RunSaves(BackgroundSaves):
             wait: Whether to return when it is on disk. Otherwise training may go on; see `BackgroundSaves.start`.
 
         Raises:
-            UserError: On all ranks, if a rank cannot write this checkpoint or the previous one.
+            UserError: On all ranks, if a rank cannot write this checkpoint or the previous one; or weights that the
+                configuration names are not loaded.
         """
+        self.require_restored()
         draft = self._draft(progress)
         self.start(draft)
         if wait:

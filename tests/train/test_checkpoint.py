@@ -30,6 +30,8 @@ def test_what_a_checkpoint_holds(tmp_path):
         drawn = torch.rand(3)
         steps = [first.step() for _ in range(3)]
         resumed = program.trainer(tmp_path, name, dtype=dtype, resume=True)
+        for early in (resumed.step, resumed.train, resumed.evaluate, resumed.sample, resumed.save):
+            said("resume is set | not loaded | fix: trainer.restore()", early)
         torch.manual_seed(6)
         resumed.restore()
         assert torch.equal(torch.rand(3), drawn)
