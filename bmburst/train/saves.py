@@ -10,6 +10,7 @@ from bmburst.checkpoint import adapter, hugging_face
 from bmburst.checkpoint.background import BackgroundSaves
 from bmburst.checkpoint.base_model import Base
 from bmburst.checkpoint.files import RunProgress, newest_complete, verified_together
+from bmburst.checkpoint.sharded_files import on_every_rank
 from bmburst.checkpoint.training import Draft
 from bmburst.checkpoint.training import load as load_checkpoint
 from bmburst.errors import UserError
@@ -53,6 +54,7 @@ class RunSaves(BackgroundSaves):
         # What the configuration asks `restore` to load, until it is called.
         self._unread = "resume" if config.resume else "lora.init_from" if config.lora.init_from else ""
         self._unread = self._unread or ("init_from" if config.init_from else "")
+        self._is_own = bool(config.resume)
         self._base: Base | None = None
         self._reference = None if config.reference is None else reference_text(config, config.reference)
 
@@ -97,6 +99,26 @@ class RunSaves(BackgroundSaves):
                 f"{self._unread} is set, and its weights are not loaded\nfix: trainer.restore(), before the first step"
             )
 
+    def require_folder(self) -> None:
+        """Check that this run may save: its weights are loaded, and the folder has no checkpoints of another run.
+
+        A later `resume` would take the newest checkpoint, of whichever run. Collective.
+
+        Raises:
+            UserError: On all ranks, if it may not.
+        """
+        self.require_restored()
+        if not self._is_own:
+            on_every_rank(self._require_no_checkpoint)
+            self._is_own = True
+
+    def _require_no_checkpoint(self) -> None:
+        if (found := newest_complete(self.folder)) is not None:
+            raise UserError(
+                f"output {self.folder}: it holds {found.name} of another run\n"
+                "fix: another output, or resume=True and trainer.restore() to continue that run"
+            )
+
     def write_config(self) -> None:
         """Write the configuration to the run folder, for `resume`; call it on one rank."""
         write_run_config(self._asked, self.folder)
@@ -119,10 +141,9 @@ class RunSaves(BackgroundSaves):
             wait: Whether to return when it is on disk. Otherwise training may go on; see `BackgroundSaves.start`.
 
         Raises:
-            UserError: On all ranks, if a rank cannot write this checkpoint or the previous one; or weights that the
-                configuration names are not loaded.
+            UserError: On all ranks, if a rank cannot write this checkpoint or the previous one; or as `require_folder`.
         """
-        self.require_restored()
+        self.require_folder()
         draft = self._draft(progress)
         self.start(draft)
         if wait:

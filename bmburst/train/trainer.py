@@ -330,7 +330,7 @@ class Trainer:
             Why the run was stopped before its last step; empty if it was not.
         """
         config, monitor, first = self.config, self._monitor, self.steps_done + 1
-        self.saves.require_restored()
+        self.saves.require_folder()
         self._require_steps()
         with contextlib.ExitStack() as stack:
             stack.enter_context(monitor.stop.listening())
