@@ -54,7 +54,8 @@ def global_mean(loss_sum: Tensor, num_valid_world: int | Tensor, world_size: int
             "fix: global_mean(loss_sum, valid, bmt.world_size() // bmt.config['pipe_size'])"
         )
     if isinstance(num_valid_world, Tensor):
-        return loss_sum * (world_size / num_valid_world.clamp(min=1).to(loss_sum.dtype))
+        # In fp64: 16 bits would round the number of labels, and in fp16 it may be infinite.
+        return (loss_sum.double() * world_size / num_valid_world.clamp(min=1)).to(loss_sum.dtype)
     return loss_sum * (world_size / max(num_valid_world, 1))
 
 

@@ -10,8 +10,9 @@ import bmtrain as bmt
 import torch
 from torch import Tensor
 
+from bmburst.amounts import short_text, whole_number
 from bmburst.attention.module import BurstAttention
-from bmburst.attention.options import MaskOption
+from bmburst.attention.options import MaskOption, require_tensor
 from bmburst.blocks.model import Llama as Blocks
 from bmburst.checkpoint.hugging_face import Weights, open_weights
 from bmburst.checkpoint.model_center import ATTENTION_PLACES, BLOCK_PLACES, MLP_PLACES, model_center_name
@@ -20,6 +21,8 @@ from bmburst.comm.checks import contents, describe_tensors
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, current_mesh, require_no_stages
+from bmburst.schedule.mask import Causal, Intersection, Mask, make_mask
+from bmburst.schedule.tree import Tree
 from bmburst.sequence import SequenceShard
 from bmburst.zero import named_shards, scatter_piece
 from model_center_ext.config import LlamaConfig
@@ -202,8 +205,7 @@ class Llama(Blocks):
                 raise UserError(f"{name} is not supported\nfix: {fix}")
         if input_ids is None:
             raise UserError("input_ids are missing\nfix: pass input_ids, int64 of shape [batch, local_tokens]")
-        positions = self._placed(input_ids, positions, length)
-        whole = length if isinstance(length, int) else None
+        positions, whole = self._placed(input_ids, positions, length, mask)
         embedding = self.model.embed_tokens.weight
         local = self._hidden(input_ids, positions, whole, embedding, mask)
         hidden = self.tensor.gather(local, input_ids.shape[1])
@@ -215,41 +217,45 @@ class Llama(Blocks):
         tokens: Tensor,
         positions: Tensor,
         labels: Tensor,
-        length: int | None = None,
+        length: int | Tensor | None = None,
         mask: MaskOption | None = None,
         *,
         per_token: bool = False,
         keys: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum of this rank's token losses; see `bmburst.blocks.model.Llama.loss`.
+        """Return the sum of this rank's token losses; see `bmburst.blocks.model.Llama.loss`; `length` as in `forward`.
 
         Raises:
             UserError: As there, or the ranks do not hold parts of one split batch.
         """
-        placed = self._placed(tokens, positions, length)
-        return super().loss(tokens, placed, labels, length, mask, per_token=per_token, keys=keys)
+        placed, whole = self._placed(tokens, positions, length, mask, labels)
+        return super().loss(tokens, placed, labels, whole, mask, per_token=per_token, keys=keys)
 
-    def _placed(self, ids: Tensor, positions: Tensor | None, length: int | Tensor | None) -> Tensor:
-        """Check that the ranks of a sequence hold parts of one batch; return the positions.
+    def _placed(
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        length: int | Tensor | None,
+        mask: MaskOption | None,
+        labels: Tensor | None = None,
+    ) -> tuple[Tensor, int | None]:
+        """Check that the ranks of a sequence hold parts of one batch; return the positions and the sequence's length.
 
         Shapes cannot tell parts from whole batches, which a script without `shard` would pass on each rank. So a split
         sequence needs its length or positions.
         """
 
-        def decide() -> tuple[Tensor, str]:
-            if isinstance(length, Tensor) and length.shape != ids.shape[:1]:
-                raise UserError(
-                    f"length must be a number, or a tensor {list(ids.shape[:1])} for input_ids {list(ids.shape)}, got "
-                    f"{describe_tensors(length)}\nfix: the real tokens of each sample, such as mask.sum(1): they are "
-                    "the first ones, and padding follows"
-                )
+        def decide() -> tuple[tuple[Tensor, int | None], str]:
+            _require_ids(ids, labels)
+            if isinstance(length, Tensor):
+                _require_lengths(length, ids, self._sequence.size, mask)
+            whole = None if length is None or isinstance(length, Tensor) else whole_number("length", length, 1)
             if self._sequence.size > 1:
                 self._require_parts(ids, positions, length)
-            whole = length if isinstance(length, int) else None
-            told = contents(length) if isinstance(length, Tensor) else length
+            told = contents(length) if isinstance(length, Tensor) else whole
             facts = f"ModelCenter's Llama\ninput_ids {describe_tensors(ids)}\nlength {told}"
             facts += f"\npositions {'given' if positions is not None else None}"
-            return self._positions(ids, whole) if positions is None else positions, facts
+            return (self._positions(ids, whole) if positions is None else positions, whole), facts
 
         with self._sequence.first_calls("ModelCenter's Llama"):
             return self._sequence.decided(decide)
@@ -286,6 +292,42 @@ class Llama(Blocks):
             )
         positions = torch.arange(local, device=ids.device) if is_alone else cut.positions(ids.device)
         return positions.expand_as(ids)
+
+
+def _require_ids(ids: Tensor, labels: Tensor | None) -> None:
+    """Raise UserError unless token ids, and labels if given, are whole numbers `[batch, local_tokens]`."""
+    for name, tensor in (("input_ids", ids), *([] if labels is None else [("labels", labels)])):
+        require_tensor(name, tensor, "[batch, local_tokens]")
+        if tensor.dtype not in (torch.int32, torch.int64) or not tensor.numel() or tensor.shape != ids.shape:
+            wanted = "[batch, local_tokens]" if tensor is ids else f"{list(ids.shape)}, as of the tokens"
+            raise UserError(
+                f"{name} must be int32 or int64 {wanted}, got {describe_tensors(tensor)}\n"
+                "fix: pass a part of bmburst.SequenceShard.batch"
+            )
+
+
+def _require_lengths(length: Tensor, ids: Tensor, size: int, mask: MaskOption | None) -> None:
+    """Raise UserError unless `length` has the real tokens of each sample, and no real token sees padding."""
+    tokens = size * ids.shape[-1]
+    is_count = length.dtype in (torch.int32, torch.int64) and length.shape == ids.shape[:1]
+    if not is_count or not bool(((length >= 0) & (length <= tokens)).all()):
+        raise UserError(
+            f"length must be a number, or a tensor {list(ids.shape[:1])} for input_ids {list(ids.shape)}, got "
+            f"{describe_tensors(length)}: {short_text(length.tolist())}\nallowed: int64, 0 to {tokens} tokens\n"
+            "fix: the real tokens of each sample, such as mask.sum(1): they are the first ones, and padding follows"
+        )
+    if mask is not None and any(map(_sees_later_tokens, mask if isinstance(mask, tuple) else (mask,))):
+        raise UserError(
+            f"length is {short_text(length.tolist())} and mask {mask}, under which tokens see the padding after them\n"
+            "allowed: a length for each sample under causal masks\n"
+            "fix: positions, without length, and mask=tuple(bmburst.Documents((n,), causal=False) for n in length)"
+        )
+
+
+def _sees_later_tokens(mask: Mask | str) -> bool:
+    made = make_mask(mask)
+    parts = made.masks if isinstance(made, Intersection) else (made,)
+    return not any(isinstance(part, Causal | Tree) or getattr(part, "causal", False) for part in parts)
 
 
 def _initializers(config: LlamaConfig) -> Mapping[str, bmt.ParameterInitializer]:

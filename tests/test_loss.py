@@ -31,6 +31,15 @@ def test_fp64_stays_fp64() -> None:
     assert mean.item() == pytest.approx(1 / 3, rel=1e-15)
 
 
+@pytest.mark.parametrize(("dtype", "labels"), [(torch.bfloat16, 1001), (torch.float16, 70_001)])
+def test_a_loss_of_16_bits_does_not_round_the_number_of_labels(dtype: torch.dtype, labels: int) -> None:
+    total = torch.tensor(60_000.0, dtype=dtype, requires_grad=True)
+    mean = global_mean(total, torch.tensor(labels), 3)
+    mean.backward()
+    torch.testing.assert_close(mean, torch.tensor(total.item() * 3 / labels, dtype=dtype), rtol=0, atol=0)
+    torch.testing.assert_close(total.grad, torch.tensor(3 / labels, dtype=dtype), rtol=0, atol=0)
+
+
 def test_ignored_labels_do_not_count() -> None:
     labels = torch.tensor([[3, IGNORE_INDEX], [IGNORE_INDEX, 0]])
     assert count_valid(labels).item() == 2

@@ -215,11 +215,10 @@ def attend(
     comm = resolve_group(group)
     if isinstance(options.mask, tuple):
         return _sample_by_sample(q, k, v, length, comm, options, key_length, sink)
-    with comm.first_calls("burst_attention") as is_first:
+    with comm.first_calls("burst_attention"):
         if sink is not None:
             comm.decided(partial(check_sink, q, sink))
-            if is_first:
-                comm.require_alike("sink of burst_attention", sink)
+            comm.require_alike("sink of burst_attention", sink)
         call = decide(comm, q, k, v, length, options, key_length)
     executor, sinks = (executor_of(call), ()) if sink is None else (with_sink(executor_of(call)), (sink,))
     out, lse = SequenceAttention.apply(executor, call, q, k, v, *sinks)  # type: ignore[no-untyped-call]

@@ -99,8 +99,20 @@ class ProcessGroupCommunicator(MessageMover):
         mine = next(part for part in partition if self.rank in part)
         ranks = dist.get_process_group_ranks(self._group)
         backend = dist.get_backend_config(self._group)
+        self._even_group_counts()
         group = dist.new_group([ranks[rank] for rank in mine], backend=backend, use_local_synchronization=True)
         return ProcessGroupCommunicator(group)
+
+    def _even_group_counts(self) -> None:
+        """Let all ranks of this group be in as many process groups, by groups of one rank. Collective.
+
+        torch names a group that only its own ranks make after these ranks and the number of groups that a rank is in.
+        Ranks with different numbers, as after `dist.new_group` of some of them, would wait for each other forever.
+        """
+        own = len(dist.distributed_c10d._world.pg_names)
+        (counts,) = self.all_gather(torch.tensor([own], device=self._device)).wait()
+        for _ in range(int(counts.max()) - own):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""

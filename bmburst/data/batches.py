@@ -272,7 +272,8 @@ class Batches:
             if state.get(name) != value:
                 raise UserError(
                     f"the data differ from those of the checkpoint: {name} was {state.get(name)}, is {value}\n"
-                    "fix: give the same data and settings, or start from the weights alone with --init-from"
+                    "fix: give the same data, by --data PATH if they have moved, and the same settings; or start from "
+                    "the weights alone with --init-from"
                 )
         self.samples = samples
 

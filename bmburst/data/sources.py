@@ -15,6 +15,7 @@ from bmburst.config.git_lfs import require_content
 from bmburst.data.cards import require_one_configuration
 from bmburst.data.streams import PACKED_SUFFIXES, opened, plain_suffix
 from bmburst.errors import UserError, fix_of_missing
+from bmburst.outputs import TRAINING_LOCK
 
 STANDARD_LIBRARY = "stdlib"
 # Not the standard library: installed packages; and its tests, which are large and contain invalid files on purpose.
@@ -65,8 +66,9 @@ def find_sources(inputs: Sequence[str | Path], on_skip: Callable[[str], object] 
 
     Args:
         inputs: Files, directories (searched recursively, also behind links, for `TEXT_SUFFIXES`, `JSONL_SUFFIXES`, also
-            compressed, and Parquet files, without hidden files), or "stdlib" for the sources of the running Python.
-        on_skip: Called with a line about each kind of files in a directory that are not read.
+            compressed, and Parquet files, without hidden files and run folders), or "stdlib" for the sources of the
+            running Python.
+        on_skip: Called with a line about each kind of files in a directory that are not read, and about run folders.
 
     Raises:
         UserError: A path does not exist or is not readable, a directory contains no text, or a file is a pointer of
@@ -150,9 +152,9 @@ def _is_dataset(path: Path) -> bool:
 
 
 def _directory(root: Path, on_skip: Callable[[str], object]) -> list[SourceFile]:
-    others, refused = Counter[str](), list[OSError]()
+    others, refused, runs = Counter[str](), list[OSError](), list[Path]()
     found = []
-    for path in _walk(root, on_error=refused.append):
+    for path in _walk(root, on_error=refused.append, on_run=runs.append):
         if plain_suffix(path) in _READ_SUFFIXES and path.is_file():
             found.append(SourceFile(path=path, name=str(path), kind=_kind(path, named=False), named=False))
         else:
@@ -170,12 +172,18 @@ def _directory(root: Path, on_skip: Callable[[str], object]) -> list[SourceFile]
         )
     require_one_configuration(root, (file.path.relative_to(root).as_posix() for file in found if file.kind != "text"))
     for why, names in no_data.items():
-        shown = ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
-        on_skip(f"{_files(len(names))} of folder {root}, {why}: {shown}")
+        on_skip(f"{_files(len(names))} of folder {root}, {why}: {_first_of(names)}")
+    if runs:
+        names = sorted(run.relative_to(root).as_posix() for run in runs)
+        on_skip(f"{len(names):,} run folder{'s' * (len(names) > 1)} in folder {root}: {_first_of(names)}")
     if others:
         count = _files(others.total())
         on_skip(f"{count} of folder {root}, by suffix: {_listed(others)}; to read such a file, give its own path")
     return found
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
 
 
 def _no_data(root: Path, files: Sequence[SourceFile]) -> dict[str, list[str]]:
@@ -213,19 +221,30 @@ def _standard_library() -> list[SourceFile]:
 
 
 def _walk(
-    root: Path, leave_out: frozenset[str] = frozenset(), on_error: Callable[[OSError], object] | None = None
+    root: Path,
+    leave_out: frozenset[str] = frozenset(),
+    on_error: Callable[[OSError], object] | None = None,
+    on_run: Callable[[Path], object] = lambda _: None,
 ) -> Iterator[Path]:
-    """Yield the files under `root`, also in linked folders, sorted by relative path, without hidden files and caches.
+    """Yield the files under `root`, also in linked folders, sorted by relative path.
+
+    Hidden files, caches and run folders are left out. The files of a run in its own data would be other data for the
+    resumed run and for the next one.
 
     Args:
         root: The folder.
         leave_out: Names of folders to leave out.
         on_error: Called with the error of each folder that cannot be listed.
+        on_run: Called with each run folder.
     """
     found = []
     for folder, folders, names in os.walk(root, onerror=on_error, followlinks=True):
         folders[:] = [f for f in folders if not f.startswith(".") and f != "__pycache__" and f not in leave_out]
         folders[:] = [f for f in folders if not _leads_back(root, Path(folder, f))]
+        runs = [f for f in folders if Path(folder, f, TRAINING_LOCK).is_file()]
+        folders[:] = [f for f in folders if f not in runs]
+        for run in runs:
+            on_run(Path(folder, run))
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
 

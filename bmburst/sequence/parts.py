@@ -18,6 +18,7 @@ from bmburst_ops import IGNORE_INDEX
 from bmburst_ops.autocast import no_autocast
 
 Ids = npt.NDArray[np.int64]
+_SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def dimension_of(x: Tensor, dim: int) -> int:
@@ -51,10 +52,13 @@ def require_batch(tokens: Tensor, labels: Tensor | None, length: int) -> None:
             f"fix: pass whole sequences, or make the SequenceShard for their length"
         )
     for name, tensor in given:
-        if tensor.is_floating_point() or tensor.is_complex():
+        if tensor.dtype not in _SIGNED:
+            fix = "pass token ids; to split other tensors, use bmburst.shard"
+            if not tensor.dtype.is_signed and tensor.dtype != torch.bool:
+                fix = f"{name}.long()"
             raise UserError(
-                f"{name} have dtype {tensor.dtype}\nallowed: whole numbers, such as torch.int64\n"
-                "fix: pass token ids; to split other tensors, use bmburst.shard"
+                f"{name} have dtype {tensor.dtype}\n"
+                f"allowed: signed whole numbers, such as torch.int64; labels also hold {IGNORE_INDEX}\nfix: {fix}"
             )
 
 

@@ -38,10 +38,11 @@ _RECORD_FIELDS = frozenset(each.name for each in dataclasses.fields(RecordFormat
 _OF_ONE_CALL = ("output", "resume")
 # Fields that determine the order of the data, the shapes and meaning of the weights, or the optimizer state.
 _FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed", "dtype", "lora", "dpo")
-# Another tokenizer gives other tokens, which the state of a checkpoint refuses.
+# Other data, another tokenizer or another template give other tokens, which the state of a checkpoint refuses.
 # Rates of adapters may change, as other rates.
 _MAY_MOVE = (
-    *("data.validation", "data.cache", "data.verify", "data.tokenizer", "dpo.reference"),
+    *("data.source", "data.tokenizer", "data.chat_template", "data.validation", "data.cache", "data.verify"),
+    "dpo.reference",
     *("lora.init_from", "lora.dropout", "lora.loraplus_lr_ratio"),
 )
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")

@@ -10,6 +10,7 @@ from bmburst.checkpoint import adapter, hugging_face
 from bmburst.checkpoint.background import BackgroundSaves
 from bmburst.checkpoint.base_model import Base
 from bmburst.checkpoint.files import RunProgress, newest_complete, verified_together
+from bmburst.checkpoint.sharded_files import on_every_rank
 from bmburst.checkpoint.training import Draft
 from bmburst.checkpoint.training import load as load_checkpoint
 from bmburst.errors import UserError
@@ -50,6 +51,10 @@ class RunSaves(BackgroundSaves):
         self.folder = config.output
         self._config, self._model, self._optimizer, self._tokenizer = config, model, optimizer, tokenizer
         self._asked = asked
+        # What the configuration asks `restore` to load, until it is called.
+        self._unread = "resume" if config.resume else "lora.init_from" if config.lora.init_from else ""
+        self._unread = self._unread or ("init_from" if config.init_from else "")
+        self._is_own = bool(config.resume)
         self._base: Base | None = None
         self._reference = None if config.reference is None else reference_text(config, config.reference)
 
@@ -63,6 +68,12 @@ class RunSaves(BackgroundSaves):
             UserError: `resume` is true and there is no checkpoint, or all are damaged, or it has another model
                 or another reference.
         """
+        progress = self._read()
+        self._unread = ""
+        return progress
+
+    def _read(self) -> RunProgress | None:
+        """See `restore`."""
         config, base = self._config, self._config.init_from
         newest = verified_together(self.folder) if config.resume else self.folder
         if newest == self.folder and config.resume is True:
@@ -80,6 +91,33 @@ class RunSaves(BackgroundSaves):
             return None
         require_reference(config, newest)
         return load_checkpoint(newest, self._model, self._optimizer, base=self._base)
+
+    def require_restored(self) -> None:
+        """Raise UserError if the configuration names weights to begin with, and `restore` has not been called."""
+        if self._unread:
+            raise UserError(
+                f"{self._unread} is set, and its weights are not loaded\nfix: trainer.restore(), before the first step"
+            )
+
+    def require_folder(self) -> None:
+        """Check that this run may save: its weights are loaded, and the folder has no checkpoints of another run.
+
+        A later `resume` would take the newest checkpoint, of whichever run. Collective.
+
+        Raises:
+            UserError: On all ranks, if it may not.
+        """
+        self.require_restored()
+        if not self._is_own:
+            on_every_rank(self._require_no_checkpoint)
+            self._is_own = True
+
+    def _require_no_checkpoint(self) -> None:
+        if (found := newest_complete(self.folder)) is not None:
+            raise UserError(
+                f"output {self.folder}: it holds {found.name} of another run\n"
+                "fix: another output, or resume=True and trainer.restore() to continue that run"
+            )
 
     def write_config(self) -> None:
         """Write the configuration to the run folder, for `resume`; call it on one rank."""
@@ -103,8 +141,9 @@ class RunSaves(BackgroundSaves):
             wait: Whether to return when it is on disk. Otherwise training may go on; see `BackgroundSaves.start`.
 
         Raises:
-            UserError: On all ranks, if a rank cannot write this checkpoint or the previous one.
+            UserError: On all ranks, if a rank cannot write this checkpoint or the previous one; or as `require_folder`.
         """
+        self.require_folder()
         draft = self._draft(progress)
         self.start(draft)
         if wait:

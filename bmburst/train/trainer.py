@@ -79,8 +79,9 @@ class Trainer:
     """One rank of a training run.
 
     The constructor starts BMTrain, opens the data and creates model and optimizer; every rank must call it with the
-    same configuration. `train` runs the whole training. `step` and `evaluate` can also be called one by one, and so can
-    the parts of a step: `next_batch`, `backward` (several times to accumulate gradients), `update`.
+    same configuration. With `resume` or weights to begin with, call `restore` next. `train` runs the whole training.
+    `step` and `evaluate` can also be called one by one, and so can the parts of a step: `next_batch`, `backward`
+    (several times to accumulate gradients), `update`.
 
     Args:
         config: The run; `output` must be set.
@@ -242,6 +243,7 @@ class Trainer:
 
         Prefetching does not change the position in the data: a checkpoint continues after the last returned batch.
         """
+        self.saves.require_restored()
         is_last = self.steps_done + 1 >= self.config.steps
         batch = self._loader.load(self.batches.coming(), None if is_last else self.batches.coming(steps=1))
         next(self.batches)
@@ -334,6 +336,7 @@ class Trainer:
             Why the run was stopped before its last step; empty if it was not.
         """
         config, monitor, first = self.config, self._monitor, self.steps_done + 1
+        self.saves.require_folder()
         self._require_steps()
         with contextlib.ExitStack() as stack:
             stack.enter_context(monitor.stop.listening())
@@ -377,6 +380,7 @@ class Trainer:
         Args:
             name: "held_out", or the name of a validation file; None: the first of them.
         """
+        self.saves.require_restored()
         name = next(iter(self._text.evaluated)) if name is None else name
         data_ranks = self.mesh.shape.data
         part = {"data_rank": self.mesh.data_rank, "data_parallel": data_ranks}
@@ -401,6 +405,7 @@ class Trainer:
         Args:
             show: Called with each piece of text as soon as it is generated.
         """
+        self.saves.require_restored()
         tokenizer, prompt = self._text.tokenizer(), self._text.first_evaluated.prompt(_PROMPT_TOKENS)
         show(f"{tokenizer.decode(prompt)}|")
         made = generate(self.model, self.mesh, prompt, self.config.sampled, tokenizer, self.config.seed, show)

@@ -153,6 +153,9 @@ def test_bad_input():
     ):
         with refused(words):
             cut.batch(torch.zeros(1, 5), labels)
+    for dtype, fix in ((torch.uint8, "tokens.long()"), (torch.bool, "bmburst.shard"), (torch.float32, "bmburst.shard")):
+        with refused(f"tokens | {dtype} | signed | -100 | fix: | {fix}"):  # a label of -100 has no place in bytes
+            cut.batch(torch.zeros(1, 5, dtype=dtype))
     for parts, dim in ((None, 1), (torch.zeros(1, 2, 3), 1), (torch.zeros(2, 2, 2), 1)):
         with refused("parts must be a tensor [2, ...] with 3 tokens in dimension 1 | fix: torch.stack"):
             cut.join(parts, dim)

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import bmburst
 from bmburst.comm.checks import CheckedCommunicator
@@ -55,6 +56,12 @@ def test_over_processes():
     assert find_nodes(comm) == NodeGrouping(2)
     for heads, kv_heads in ((2, 2), (4, 1)):
         compare(comm, "zigzag", "causal", 31, heads, kv_heads, {"strategy": "double-ring"})
+
+
+@on_processes(4, seconds=100)
+def test_over_processes_that_are_in_other_numbers_of_groups():
+    dist.new_group([1, 3])
+    check_groups(communicator(None), 2)
 
 
 def named(comm, name):

@@ -16,6 +16,7 @@ import pytest
 from bmburst.data.documents import read_documents, with_others
 from bmburst.data.sources import PIECE_BYTES, find_sources
 from bmburst.errors import UserError
+from bmburst.outputs import TRAINING_LOCK
 from tests.refusals import refused, says
 
 
@@ -42,6 +43,21 @@ def test_directory_is_searched_sorted_and_filtered(tmp_path):
     names = [Path(name).relative_to(tmp_path).as_posix() for name, _ in texts(tmp_path)]
     assert [name for name in names if name.startswith("more")] == ["more/a.md", "more/x.txt"]
     assert len(names) == len(found) + 2
+
+
+def test_runs_that_lie_in_the_data_are_left_out(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    alone = texts(tmp_path)
+    for run in ("runs/first", "runs/second"):
+        checkpoint = tmp_path / run / "checkpoints" / "step-000001"
+        checkpoint.mkdir(parents=True)
+        for name in (TRAINING_LOCK, "sample.txt", "metrics.jsonl"):
+            (tmp_path / run / name).write_text("{}")
+        (checkpoint / "README.md").write_text("two")
+    assert texts(tmp_path) == alone
+    said = []
+    find_sources([tmp_path], said.append)
+    says("\n".join(said), "2 run folders | runs/first, runs/second")
 
 
 def test_a_data_set_is_read_without_its_card_and_its_other_splits(tmp_path):

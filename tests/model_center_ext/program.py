@@ -223,7 +223,12 @@ def _with_lengths(directory: Path) -> tuple[Tensor, Tensor]:
     tokens, _ = data()
     lengths = torch.tensor([TOKENS, 20])
     mesh = bmburst.Mesh.over_bmtrain(sequence=1)
-    ours = model_center_ext.Llama.from_pretrained(directory, mesh=mesh)(tokens, lengths).logits
+    own = model_center_ext.Llama.from_pretrained(directory, mesh=mesh)
+    ours = own(tokens, lengths).logits
+    _, labels = data()
+    places = torch.arange(TOKENS).expand_as(tokens)
+    total = torch.nn.functional.cross_entropy(ours.flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(own.loss(tokens, places, labels, lengths), total)
     model = _theirs(_PLAIN)
     from model_center_ext.llama import LlamaOutput
 
@@ -313,8 +318,17 @@ def _problems(folder: Path) -> dict[str, str]:
         "cache": lambda: model(tokens, use_cache=True, attention_mask=torch.ones(1, 8)),
         "mask as length": lambda: model(tokens, torch.arange(8)[None] >= 3),
         "lengths": lambda: model(tokens, torch.tensor([8, 8])),
+        "far": lambda: model(tokens, torch.tensor([9])),
+        "floats": lambda: model(tokens, torch.tensor([8.0])),
+        "no number": lambda: model(tokens, 8.0),
+        "no causal mask": lambda: model(tokens, torch.tensor([5]), mask="full"),
+        "window": lambda: model(tokens, torch.tensor([5]), mask=(bmburst.SlidingWindow(2, causal=False),)),
         "mask": lambda: model(tokens, attention_mask=torch.ones(1, 8)),
         "ids": lambda: model(),
+        "list": lambda: model([[0] * 8], 8),
+        "float ids": lambda: model(tokens.float(), 8),
+        "empty": lambda: model(tokens[:0], 8),
+        "labels": lambda: model.loss(tokens, torch.arange(8)[None], tokens[:, :3], 8),
         "norm_bias": lambda: LlamaConfig(norm_bias=True),
         "recompute": lambda: LlamaConfig(recompute="blocks"),
         "layers": lambda: LlamaConfig(**_PLAIN, recompute=f"block+first-{_PLAIN['num_layers']}"),

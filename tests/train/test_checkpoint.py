@@ -29,7 +29,12 @@ def test_what_a_checkpoint_holds(tmp_path):
         assert first.save().name == f"step-{before:06d}"
         drawn = torch.rand(3)
         steps = [first.step() for _ in range(3)]
+        another = program.trainer(tmp_path, name, dtype=dtype)
+        for call in (another.save, another.train):
+            said(f"output | step-{before:06d} | another run | fix: | resume=True", call)
         resumed = program.trainer(tmp_path, name, dtype=dtype, resume=True)
+        for early in (resumed.step, resumed.train, resumed.evaluate, resumed.sample, resumed.save):
+            said("resume is set | not loaded | fix: trainer.restore()", early)
         torch.manual_seed(6)
         resumed.restore()
         assert torch.equal(torch.rand(3), drawn)

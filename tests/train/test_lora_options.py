@@ -148,6 +148,8 @@ def _training_is_pefts(folder: Path, tensor: int, names: tuple[str, ...]) -> Non
             changes |= {"recompute": "block", "micro_batch_size": 1, "mlp_chunk_tokens": 7}
         asked = config(folder, name, f"run-{name}", **changes)
         made = Trainer(asked)
+        with refused("init_from", "not loaded", "fix: trainer.restore()"):  # or the base would be random
+            made.step()
         made.restore()
         batches, steps = [], []
         for step in range(STEPS):
