@@ -10,6 +10,7 @@ from bmburst.comm.host_memory import HostMemory
 from bmburst.mesh import Mesh
 from bmburst.plan.counts import head_layers
 from bmburst.train.config import TrainConfig
+from bmburst.train.memory_plan import block_graphs_for
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -64,3 +65,13 @@ def model_maker(config: TrainConfig, mesh: Mesh, memory: HostMemory, groups: "Ze
         kept_apart=apart(decayed, plus=config.lora.loraplus_lr_ratio != 1),
     )
     return groups.sharding()(model)
+
+
+def trained_model(make: Callable[..., "Llama"], config: TrainConfig, ranks: int, per_host: int) -> "Llama":
+    """Return the model of a run that is trained, made by the result of `model_maker`; its weights are not set."""
+    return make(
+        recompute=config.recompute,
+        seed=None,
+        lora=config.lora if config.lora.is_on else None,
+        block_graphs=block_graphs_for(config, ranks, per_host),
+    )

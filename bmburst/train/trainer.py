@@ -28,7 +28,6 @@ from bmburst.train.kept import kept_by_rank_0
 from bmburst.train.loading import Loader, LocalBatch, causal_cut, sample_cost
 from bmburst.train.machine import require_dtype
 from bmburst.train.memory_plan import (
-    block_graphs_for,
     expected_memory,
     explained,
     offloaded_pieces,
@@ -37,7 +36,7 @@ from bmburst.train.memory_plan import (
     zero_level_for,
 )
 from bmburst.train.metrics import EvalMetrics, StepMetrics
-from bmburst.train.models import compile_kernels, model_maker
+from bmburst.train.models import compile_kernels, model_maker, trained_model
 from bmburst.train.monitor import StepMonitor
 from bmburst.train.objective import make_objective
 from bmburst.train.pipelined import run_stage
@@ -153,12 +152,7 @@ class Trainer:
         self._loader = Loader(cut, self.runtime.device, numbered=bool(config.lora.dropout))
         self._end("data")
         make_model = model_maker(config, self.mesh, memory, groups)
-        self.model = make_model(
-            recompute=config.recompute,
-            seed=None,
-            lora=config.lora if config.lora.is_on else None,
-            block_graphs=block_graphs_for(config, self.runtime.world_size, here[1]),
-        )
+        self.model = trained_model(make_model, config, self.runtime.world_size, here[1])
         self._end("model")
         initialize(self.model, config.model, config.seed)
         self._end("initial weights")
