@@ -44,10 +44,15 @@ class BlockGraphs:
     Args:
         weights: Memory of the weights and gradients that the graphs read and write.
         cuda: `torch.cuda`, or what stands in for it.
+
+    Attributes:
+        captures: Whether this forward pass captures its parts. Only one does: it frees activations in backward. Those
+            of a part that is captured later would be where other parts have theirs.
     """
 
     def __init__(self, weights: "GatherMemory", cuda: Any = torch.cuda) -> None:
         self._cuda, self._weights = cuda, weights
+        self.captures = False
         self._resources: tuple[Any, Any] | None = None
         self._fixed: set[tuple[object, ...]] = set()
         self._kind: tuple[object, ...] = ()
@@ -65,7 +70,8 @@ class BlockGraphs:
         if self._open or not self._weights.stays or torch.is_autocast_enabled(tables[0].device.type):
             return ()
         kind = tuple([(each.shape, each.dtype) for each in tables])
-        if self._resources is None:
+        self.captures = self._resources is None
+        if self.captures:
             self._passes = self._passes + 1 if kind == self._kind else 1
             self._kind, self._start = kind, self._cuda.memory_allocated()
             if self._passes <= PASSES or not self._reserve():
@@ -214,7 +220,7 @@ class Part:
         self._results: tuple[Tensor, ...] = ()  # with the autograd graph, until backward is captured
         self._forward: _Recorded | None = None
         self._backward: _Recorded | None = None
-        self._gradients_at: list[int | None] = []
+        self._backward_at: list[int | None] = []
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the results of the function, which runs as a graph if it can."""
@@ -236,23 +242,24 @@ class Part:
         """Run the graph of the backward pass; return the gradients of the inputs and of the trained parameters."""
         if number != self._number:
             raise RuntimeError(
-                "backward a second time, after another forward pass that has overwritten the activations\n"
+                "backward a second time through a forward pass: its activations are gone\n"
                 "fix: Llama(block_graphs=False), or one backward pass for each forward pass"
             )
+        self._number += 1  # graphs of other blocks use the memory of activations in their backward pass
         memory = [gradient_memory(each) for each in self._trained]
-        at = [None if each is None else each.data_ptr() for each in memory]
+        at = [None if each is None else each.data_ptr() for each in (*self._parameters, *memory)]
         if self._backward is None:
             self._capture_backward(grads, memory)
-            self._gradients_at = at
+            self._backward_at = at
         assert self._backward is not None
-        is_here = at == self._gradients_at and self._backward.accepts(grads)
+        is_here = at == self._backward_at and self._backward.accepts(grads)
         found = self._backward.replay(grads) if is_here else self._without_graph(grads, memory)
         self._graphs.close(opened)
         return found
 
     def _is_captured(self, inputs: Sequence[Tensor]) -> bool:
-        """Return whether this call can run as a graph; the first one captures the forward pass."""
-        if is_capturing():
+        """Return whether this call can run as a graph; capture the forward pass if this is the pass for it."""
+        if is_capturing() or (self._forward is None and not self._graphs.captures):
             return False
         kind = (
             *[(each.shape, each.dtype, each.stride(), each.requires_grad) for each in inputs],
@@ -267,7 +274,6 @@ class Part:
     def _capture_forward(self, inputs: Sequence[Tensor]) -> None:
         held = self._graphs.inputs_like(inputs)
         self._leaves = _leaves(held, [each.requires_grad for each in inputs])
-
         self._copies = [torch.nn.Parameter(each.data, each.requires_grad) for each in self._parameters]
 
         def work() -> tuple[Tensor, ...]:

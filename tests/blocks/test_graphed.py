@@ -141,6 +141,7 @@ def _graphs_change_no_bit(size):
         _two_passes_in_flight()
         _a_pass_without_backward()
         _gradients_elsewhere()
+        _weights_elsewhere()
         _evaluation_between_steps()
     _micro_batches()
 
@@ -219,6 +220,19 @@ def _gradients_elsewhere():
     assert {each.count for each in graphs} == {1, 2}
 
 
+def _weights_elsewhere():
+    """A part whose weights are gathered to other memory in backward than at capture does not read the old memory."""
+    model, reference = made(), made()
+    graphs, memory = graphs_of(model), model.model.gather_memory
+    passes(model, range(3))
+    loss = loss_of(model, 3)
+    memory._forget()
+    memory._slots.reverse()
+    loss.backward()
+    same([(loss.item(), gradients_of(model))], passes(reference, [3]))
+    assert {each.count for each in graphs} == {1, 2}
+
+
 def _evaluation_between_steps():
     """It gathers an odd number of blocks, without gradients, and has no graph."""
     model, reference = made(), made()
@@ -246,6 +260,19 @@ def test_hooks_and_autocast_are_not_passed_over():
     for each in (model, reference):
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="bfloat16"):
             loss_of(each, 4)
+
+
+@on_program(1)
+def test_one_pass_captures_all_parts():
+    """The memory of activations is used again in backward: by a part that is captured later, and by others at once."""
+    model, reference = made(), made()
+    graphs = graphs_of(model)
+    hook = model.model.layers["1"].self_attn.o_proj.register_forward_hook(lambda *_: None)
+    passes(model, range(3))
+    count = len(graphs)
+    hook.remove()
+    same(passes(model, range(3, 5)), passes(reference, range(3, 5)))
+    assert len(graphs) == count < 4 * LAYERS
 
 
 @on_program(1)
@@ -278,7 +305,6 @@ def test_a_backward_pass_whose_activations_are_gone_is_refused():
     passes(model, range(3))
     loss = loss_of(model, 3)
     loss.backward(retain_graph=True)
-    loss_of(model, 4).backward()
     with pytest.raises(RuntimeError, match=r"(?s)second time.*fix: "):
         loss.backward()
 
