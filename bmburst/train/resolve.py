@@ -272,7 +272,7 @@ def check_resumable(before: TrainConfig, now: TrainConfig, folder: Path) -> None
             if old != new and not isinstance(old, dict):
                 raise UserError(
                     f"{leaf.name} {new} differs from {old}, the value of the run in {folder}\n"
-                    f"fix: leave {leaf.name} out, or start a new run without --resume"
+                    f"fix: leave {leaf.name} out or set it to {old}, or start a new run without --resume"
                 )
     if before.dpo.is_on and now.dpo.is_on and before.reference is None and now.reference is not None:
         raise UserError(
