@@ -227,11 +227,17 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int, mine: RankMe
 
 
 def block_graphs_for(config: TrainConfig, ranks: int, per_host: int) -> bool:
-    """Return whether the blocks of a run are CUDA graphs. Its ZeRO stage and recompute policy are not "auto"."""
+    """Return whether the blocks of a run are CUDA graphs; not if the planner cannot estimate it.
+
+    Its ZeRO stage and recompute policy are not "auto".
+    """
     if not torch.cuda.is_available():
         return False
     hardware = hardware_like(torch.cuda.get_device_name())
-    return keeps_graphs(planned(config, ranks, max(1, ranks // per_host), hardware), hardware)
+    try:
+        return keeps_graphs(planned(config, ranks, max(1, ranks // per_host), hardware), hardware)
+    except UserError:
+        return False
 
 
 def expected_memory(config: TrainConfig, ranks: int, per_host: int) -> Memory | None:
