@@ -129,7 +129,7 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         "qkv_bias": family.qkv_bias,
         "qk_norm": family.qk_norm,
         "sliding_window": window,
-        "tie_embeddings": _switch(values, "tie_word_embeddings", family.ties),
+        "tie_embeddings": _switch("tie_word_embeddings", values.get("tie_word_embeddings", family.ties)),
         **scales,
     }
 
@@ -185,16 +185,17 @@ def _everywhere(values: Mapping[str, Any]) -> int | None:
     return _windowed(window) if _layers(values, _FULL if window is None else _SLIDING) == _SLIDING else None
 
 
-def _switch(values: Mapping[str, Any], key: str, otherwise: bool) -> bool:
-    """Return a value that must be true or false; null is false, as for transformers."""
-    found = values.get(key, otherwise)
-    if not isinstance(found, bool | None):
-        raise UserError(f"{key} {shown(found)} does not fit\nallowed: true, false\nfix: correct it in config.json")
-    return bool(found)
+def _switch(key: str, value: object) -> bool:
+    """Return the value of a key that must be true or false."""
+    if not isinstance(value, bool):
+        raise UserError(f"{key} {shown(value)} does not fit\nallowed: true, false\nfix: correct it in config.json")
+    return value
 
 
 def _by_layer(values: Mapping[str, Any]) -> int | None:
-    window: int | None = values.get("sliding_window", 4096) if _switch(values, "use_sliding_window", False) else None
+    asked = values.get("use_sliding_window")  # null is false, as for transformers
+    is_on = asked is not None and _switch("use_sliding_window", asked)
+    window: int | None = values.get("sliding_window", 4096) if is_on else None
     first = values.get("max_window_layers", 28)  # transformers' defaults
     if isinstance(first, bool) or not isinstance(first, int):
         raise UserError(f"max_window_layers {shown(first)} does not fit\nallowed: a whole number\nfix: correct it")

@@ -255,6 +255,7 @@ OWN = "allowed: .safetensors files in its own directory | fix: "
         ),
         (_config(model_type="qwen2", use_sliding_window="false"), "use_sliding_window 'false' | true, false | fix: "),
         (_config(tie_word_embeddings="false"), "tie_word_embeddings 'false' | true, false | fix: "),
+        (_config(tie_word_embeddings=None), "tie_word_embeddings None | true, false | fix: "),
         (_config(model_type="qwen2"), "qkv_bias | False | True | fix: "),
         (_config(model_type="qwen3", attention_bias=True), "attention_bias True | allowed: false | fix: "),
         (_config(num_key_value_heads=5), "config.json: | num_kv_heads 5 | num_heads | allowed: | fix: "),
