@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from bmburst.comm.streams import free_nbytes, is_capturing, paused_collector
+from bmburst.comm.streams import captured, free_nbytes, is_capturing
 from bmburst_ops.errors import KernelError, first_order
 from bmburst_ops.linears import gradient_memory
 
@@ -121,15 +121,7 @@ class BlockGraphs:
     def record(self, work: Callable[[], tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
         """Capture the work without running it; return the graph, and the tensors that its replay writes."""
         assert self._resources is not None
-        stream, pool = self._resources
-        graph = self._cuda.CUDAGraph()
-        with self._cuda.stream(stream), paused_collector():
-            graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
-            try:
-                found = work()
-            finally:
-                graph.capture_end()
-        return graph, found
+        return captured(self._cuda, *self._resources, work)
 
 
 def has_hooks(modules: Iterable[torch.nn.Module]) -> bool:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from torch import Tensor
 from bmburst.comm.memory import tensor_in
 from bmburst.schedule.exchange import offsets_of
 from bmburst_ops.flash.inputs import collect_vectors
+
+T = TypeVar("T")
 
 FIRST = -3
 """The highest stream priority that torch supports."""
@@ -240,7 +242,7 @@ class Recording:
             return
         work()
         self._runs += 1
-        if self._runs == CALLS and _has_room(self._cuda):
+        if self._runs == CALLS and free_nbytes(self._cuda) >= _ROOM:
             self._graph, self._held = _record(self._cuda, work, varying)
 
 
@@ -335,12 +337,7 @@ _MOST_VIEWS = 64
 BUFFERS = FixedBuffers()
 
 
-def _has_room(cuda: Any) -> bool:
-    """Return whether torch's allocator supports pools for graphs, and has room for memory that stays allocated."""
-    return free_nbytes(cuda) >= _ROOM
-
-
-def free_nbytes(cuda: Any = torch.cuda) -> float:
+def free_nbytes(cuda: Any) -> float:
     """Return how many bytes torch's allocator can still take for graphs; 0 if it has no pools of memory for them.
 
     That is free memory, limited by the process's memory fraction.
@@ -355,16 +352,35 @@ def free_nbytes(cuda: Any = torch.cuda) -> float:
 def _record(cuda: Any, work: Callable[[], None], varying: int) -> tuple[Any, object]:
     """Capture the work without running it; return the graph and the objects that must live as long."""
     stream, pool = _capture_resources(cuda, cuda.current_stream())
+
+    def in_one_block() -> None:
+        if varying:  # freed at once: the pool then serves the work's tensors from this block
+            torch.empty(int(varying * _SPARE), dtype=torch.uint8, device=stream.device)
+        work()
+
+    with collect_vectors() as vectors:
+        graph, _ = captured(cuda, stream, pool, in_one_block)
+    return graph, vectors
+
+
+def captured(cuda: Any, stream: Any, pool: Any, work: Callable[[], T]) -> tuple[Any, T]:
+    """Capture work on a stream without running it; return the CUDA graph and what the work returned.
+
+    Args:
+        cuda: `torch.cuda`, or what stands in for it.
+        stream: The stream, not the default one.
+        pool: The `torch.cuda.MemPool` of what the work allocates.
+        work: Launches kernels, without waiting for the device.
+    """
     graph = cuda.CUDAGraph()
-    with cuda.stream(stream), paused_collector(), collect_vectors() as vectors:
+    with cuda.stream(stream), paused_collector():
+        # thread_local: other threads, such as NCCL's watchdog, may use CUDA during the capture.
         graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         try:
-            if varying:  # freed at once: the pool then serves the work's tensors from this block
-                torch.empty(int(varying * _SPARE), dtype=torch.uint8, device=stream.device)
-            work()
+            found = work()
         finally:
             graph.capture_end()
-    return graph, vectors
+    return graph, found
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ _OUTSIDE = 2  # host time of embedding, head and optimizer, in blocks
 _PER_KEPT = 0.8  # bytes that graphs keep beside the activations, for each byte of them: measured from 1K to 8K tokens
 
 
-def can_run_graphs(candidate: Candidate) -> bool:
+def _can_run_graphs(candidate: Candidate) -> bool:
     """Return whether the blocks can be CUDA graphs; see `bmburst.blocks.model.Llama`."""
     task = candidate.task
     is_plain = task.lora is None or not (task.lora.is_4bit or task.lora.dropout)
@@ -21,7 +21,7 @@ def can_run_graphs(candidate: Candidate) -> bool:
 
 def runs_graphs(candidate: Candidate, hardware: Hardware) -> bool:
     """Return whether the blocks should be CUDA graphs: if they can, and a GPU would wait for the host in forward."""
-    if not can_run_graphs(candidate) or hardware.name == hardware_like(HOST).name:
+    if not _can_run_graphs(candidate) or hardware.name == hardware_like(HOST).name:
         return False
     model, rows = candidate.task.model, candidate.rows
     matrices = model.num_layers * block_matrices(model) + table(model)
@@ -30,7 +30,9 @@ def runs_graphs(candidate: Candidate, hardware: Hardware) -> bool:
 
 
 def issuing_seconds(candidate: Candidate, hardware: Hardware, *, graphs: bool) -> float:
-    """Return the seconds that the host takes for forward and backward of a micro-batch, with attention on one rank.
+    """Return the host's seconds for forward and backward of a micro-batch, without its time of attention over ranks.
+
+    With graphs, `Hardware.layer_graph_host` has that too.
 
     Args:
         candidate: The way to train.

@@ -94,7 +94,10 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         stages = (_stage_memory(candidate, number, hardware, operators) for number in ends(candidate))
         return max(stages, key=lambda each: (each.lacking, each.total))
     found = _memory_of(candidate, hardware, operators)
-    return _with_graphs(found, candidate) if keeps_graphs(candidate, hardware, operators=operators) else found
+    if not runs_graphs(candidate, hardware):
+        return found
+    graphed = _with_graphs(found, candidate)
+    return graphed if graphed.fits else found
 
 
 def keeps_graphs(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> bool:

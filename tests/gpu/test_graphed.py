@@ -60,9 +60,8 @@ def _steps(config, has_graphs, **options):
         torch.cuda.current_stream().wait_stream(lazy.bmt.config["load_stream"])
         gradients = {}
         for shard in lazy.named_shards(model):
-            if (
-                ".layers." in shard.name and shard.parameter.grad is not None
-            ):  # torch adds up an embedding's in any order
+            is_ordered = ".layers." in shard.name  # torch adds up the gradient of an embedding in any order
+            if is_ordered and shard.parameter.grad is not None:
                 gradients[shard.name] = shard.parameter.grad.clone()
                 with torch.no_grad():
                     shard.local().sub_(shard.parameter.grad, alpha=0.1)
