@@ -4,8 +4,7 @@
 - `reference.py`: their definition in plain torch, for any device and dtype
 - `fla.py`: kernels of the package fla-core, for GPUs
 - `fla_scan.py`, `fla_kinds.py`: how they are called, on fragments that run at the same time
-- `triton_gated_delta.py`, `triton_decay.py`: kernels of our own for two of the kinds
-- `triton_summaries.py`: for KDA, M and U of fragments, and the gradients of the states before them
+- `triton_gated_delta.py`, `triton_decay.py`, `triton_kda.py`, `triton_kda_gradients.py`: kernels of our own
 - `tiles.py`: what the kernels share
 - `paths.py`, `fold.py`, `triton_fold.py`: the states between fragments and between links
 - `conv.py`, `triton_conv.py`: the causal convolution

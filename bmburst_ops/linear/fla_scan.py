@@ -95,7 +95,6 @@ class FlaScan:
         """See `PreparedScan.start_gradients`."""
         self._grad_out = self._without_padding(grad_out.clone() if self._pieces.padding else grad_out)[None]
         self._before = self._of_all(self._kept[0] if self._kept else None)
-        self._scanned = self._kind.scanned_again(self._before, self._grad_out)
         if not slots.places:
             return self._zeros(slots.size, *self._recurrence.state_shape(self._inputs))
         paths = _paths_after(self._plan, slots, backward=True)
@@ -107,7 +106,7 @@ class FlaScan:
         after, plan = None, self._plan
         if plan.folded:
             after = self._between(self._kept[1], self._own_gradients, grad_ends, backward=True)
-        grads = self._kind.gradients(self._before, self._grad_out, self._of_all(after), self._scanned)
+        grads = self._kind.gradients(self._before, self._grad_out, self._of_all(after))
         return tuple(self._without_padding(grad[0]) for grad in grads)
 
     def _between(self, transitions: Tensor, ends: Tensor, given: Tensor, *, backward: bool) -> Tensor:
@@ -136,7 +135,7 @@ class FlaScan:
     @cached_property
     def _own_gradients(self) -> Tensor:
         """The gradients of the states before these fragments through their own outputs."""
-        return self._kind.state_gradients(self._spans(self._plan.unread_gradients), self._grad_out, self._scanned)
+        return self._kind.state_gradients(self._spans(self._plan.unread_gradients), self._grad_out)
 
     def _of_all(self, states: Tensor | None) -> Tensor | None:
         """Return the states of the fragments that have M and U among those of all fragments, zero for the others."""

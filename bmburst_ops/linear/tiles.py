@@ -86,3 +86,24 @@ def chunk_tiles(
     at_key += rows[:, None] * (key_heads * key_dim) + channels[None, :]
     at_value = (row * heads + head) * value_dim + rows[:, None] * (heads * value_dim) + columns[None, :]
     return at_key, at_value, inside[:, None] & is_channel[None, :], inside[:, None] & of_value[None, :], inside
+
+
+@triton.jit
+def divided(tile, epsilon):
+    """Return the reciprocals of the norms of rows, and the rows divided by their norms."""
+    wide = tile.to(tl.float32)
+    norm = tl.rsqrt(tl.sum(wide * wide, 1) + epsilon)
+    return norm, (wide * norm[:, None]).to(tile.dtype)
+
+
+@triton.jit
+def unit_inverse(products, rows):
+    """Return the inverse of I + M, where M, `[64, 64]`, is not zero below its diagonal only."""
+    # [[B, 0], [C, D]]^-1 = [[B^-1, 0], [-D^-1 C B^-1, D^-1]], for blocks of 1, 2, ... 32 rows
+    one = rows[:, None] == rows[None, :]
+    found = tl.where(one, 1.0, 0.0) - tl.where(rows[:, None] // 2 == rows[None, :] // 2, products, 0.0)
+    for level in tl.static_range(1, 6):
+        block_rows, block_columns = rows[:, None] >> level, rows[None, :] >> level
+        is_beside = (block_rows != block_columns) & (block_rows >> 1 == block_columns >> 1)
+        found -= tl.dot(tl.dot(found, tl.where(is_beside, products, 0.0)), found)
+    return found

@@ -36,10 +36,12 @@ from bmburst_ops.linear.tiles import (
     ROOM,
     WIDE,
     chunk_tiles,
+    divided,
     floats,
     gradient_sizes,
     kernel_sizes,
     room_for_loads,
+    unit_inverse,
 )
 
 _ROWS = 16  # of values for a program
@@ -229,13 +231,13 @@ def _chunk_kernel(
     rate = tl.load(beta + first + rows * heads, mask=inside, other=0.0).to(tl.float32)
     key = tl.load(keys + first_key + in_keys, mask=is_key, other=0.0)
     if norms is not None:
-        norm, key = _divided(key, epsilon)
+        norm, key = divided(key, epsilon)
         if head % (heads // key_heads) == 0:
             at_norm = norms + (number.to(tl.int64) * key_heads + key_head) * (2 * chunk) + rows
             tl.store(at_norm + chunk, norm)
             tl.store(divided_keys + first_key + in_keys, key, mask=is_key)
             query = tl.load(queries + first_key + in_keys, mask=is_key, other=0.0)
-            norm, query = _divided(query, epsilon)
+            norm, query = divided(query, epsilon)
             tl.store(at_norm, norm)
             tl.store(divided_queries + first_key + in_keys, query, mask=is_key)
     numbers += (number.to(tl.int64) * heads + head) * (2 * chunk) + rows
@@ -244,22 +246,9 @@ def _chunk_kernel(
     products = tl.dot(key, tl.trans(key)) * rate[:, None]
     is_below = (rows[:, None] > rows[None, :]) & inside[:, None]
     products = tl.where(is_below, products * tl.exp2(each[:, None] - each[None, :]), 0.0)
-    # [[B, 0], [C, D]]^-1 = [[B^-1, 0], [-D^-1 C B^-1, D^-1]], for blocks of 1, 2, ... 32 rows
-    one = rows[:, None] == rows[None, :]
-    found = tl.where(one, 1.0, 0.0) - tl.where(rows[:, None] // 2 == rows[None, :] // 2, products, 0.0)
-    for level in tl.static_range(1, 6):
-        block_rows, block_columns = rows[:, None] >> level, rows[None, :] >> level
-        is_beside = (block_rows != block_columns) & (block_rows >> 1 == block_columns >> 1)
-        found -= tl.dot(tl.dot(found, tl.where(is_beside, products, 0.0)), found)
+    found = unit_inverse(products, rows)
     in_inverse = rows[:, None] * (heads * chunk) + rows[None, :]
     tl.store(inverse + first * chunk + in_inverse, found.to(inverse.dtype.element_ty), mask=inside[:, None])
-
-
-@triton.jit
-def _divided(tile, epsilon):
-    wide = tile.to(tl.float32)
-    norm = tl.rsqrt(tl.sum(wide * wide, 1) + epsilon)
-    return norm, (wide * norm[:, None]).to(tile.dtype)
 
 
 @triton.jit

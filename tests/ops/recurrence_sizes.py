@@ -8,7 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bmburst_ops.fragments import CHUNK
-from bmburst_ops.linear import tiles, triton_decay, triton_gated_delta
+from bmburst_ops.linear import tiles, triton_decay, triton_gated_delta, triton_kda, triton_kda_gradients
 from bmburst_ops.linear.spans import all_fragments
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes of shared memory for a program, by compute capability
@@ -67,8 +67,19 @@ def run(key_dim):
     grads, _ = decay.gradients_of_chunks(inputs, grad, state, 1.0, fragments)
     decay.input_gradients(inputs, v, grad, states, grads, 1.0, fragments)
 
+    kda = triton_kda
+    chunks = kda.make_chunks(q, k, torch.zeros(1, tokens, heads, key_dim), beta, True, 1.0, fragments)
+    kda.summarize(chunks, v, spans, spans)
+    kda.outputs(chunks, v, state, 1.0, spans)
+    kda.start_gradients(chunks, grad, 1.0, spans)
+    of_chunks = (
+        *kda.states_of_chunks(chunks, v, state, fragments),
+        *kda.gradients_of_chunks(chunks, grad, state, 1.0, fragments),
+    )
+    triton_kda_gradients.input_gradients(chunks, q, k, v, beta, grad, of_chunks, 1.0, fragments)
 
-modules = triton_gated_delta, triton_decay
+
+modules = triton_gated_delta, triton_decay, triton_kda, triton_kda_gradients
 kernels = [(each, name, kernel) for each in modules for name, kernel in vars(each).items() if name.endswith("_kernel")]
 for capability, shared in SHARED.items():
     tiles.shared_memory = lambda _, shared=shared: shared

@@ -1,17 +1,14 @@
-"""Folds of fragments and their summaries in Triton against products of whole matrices in fp64."""
+"""Folds of fragments against products of whole matrices in fp64."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from bmburst_ops.fragments import CHUNK
 from bmburst_ops.linear import Recurrence
 from bmburst_ops.linear.fold import fold
 from bmburst_ops.linear.paths import Path, Paths, paths_after, paths_between
-from bmburst_ops.linear.spans import Spans
 from bmburst_ops.linear.triton_fold import fold as triton_fold
-from bmburst_ops.linear.triton_summaries import start_gradients, summarize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EDGES = (0, 3, 4, 9)
@@ -72,44 +69,3 @@ def test_paths_with_states_on_the_way():
     assert not found[1][[1, 4, 7]].any() and not paths.fills
     path = Path((4, 0, 2), (-1, 3, -1))
     assert path.shortened() == Path((4,), (-1,), after=3) and path._replace(after=0).shortened().rows == path.rows
-
-
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 48), (20, 80)])
-def test_summaries_in_triton(key_dim, value_dim):
-    """Fragments in any order and with others left out, and a chunk that ends early."""
-    rng = torch.Generator().manual_seed(0)
-    tokens, heads, scale = 3 * CHUNK + 50, 4, 0.3
-    spans = [(CHUNK, tokens, 1), (0, 40, 0)]
-    draw = lambda *shape: torch.randn(1, tokens, heads, *shape, generator=rng, dtype=torch.float64)  # noqa: E731
-    q, k, w = (0.2 * draw(key_dim) for _ in range(3))
-    v, grad, local = (draw(value_dim) for _ in range(3))
-    sums = -0.02 * draw(key_dim).abs().cumsum(1)
-    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
-    low = [t.to(DEVICE, dtype) for t in (q, k, w, v, grad, local)]
-    exact = [t.cpu().double()[0] for t in low]
-    places = Spans(*torch.tensor(spans, device=DEVICE).T.contiguous())
-    on_device = sums.float().to(DEVICE)
-    m, u = summarize(*low[1:4], on_device, places, places)
-    back = start_gradients(*low[:3], *low[4:], on_device, scale, places)
-    for fragment, (begin, end, _) in enumerate(spans):
-        for head in range(heads):
-            wanted = _dense(*(t[begin:end, head] for t in exact), sums[0, begin:end, head], scale)
-            for name, ours, exactly in zip(("M", "U", "start"), (m, u, back), wanted, strict=True):
-                error = float((ours[fragment, head].cpu().double() - exactly).norm() / exactly.norm())
-                assert error < (1e-5 if dtype == torch.float32 else 2e-2), f"{name}: {error}"
-
-
-def _dense(q, k, w, v, grad, local, sums, scale):
-    """Return M, U and the gradient of the state before one head of a fragment, chunk after chunk."""
-    key_dim = k.shape[1]
-    m, u = torch.eye(key_dim, dtype=torch.float64), torch.zeros(key_dim, v.shape[1], dtype=torch.float64)
-    chunks = []
-    for begin in range(0, len(k), CHUNK):
-        part = slice(begin, begin + CHUNK)
-        step = sums[part][-1].exp2().diag() - k[part].T @ w[part]
-        m, u = step @ m, step @ u + k[part].T @ v[part]
-        chunks.append((part, step))
-    state = torch.zeros_like(u)
-    for part, step in reversed(chunks):
-        state = step.T @ state + scale * q[part].T @ grad[part] - w[part].T @ local[part]
-    return m, u, state

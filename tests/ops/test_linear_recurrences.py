@@ -20,6 +20,8 @@ from bmburst_ops.linear import (
     select_kernel,
     triton_decay,
     triton_gated_delta,
+    triton_kda,
+    triton_kda_gradients,
 )
 from bmburst_ops.linear.fla import FlaKernel, unusable
 from bmburst_ops.linear.fla_scan import FlaScan, make_plan
@@ -76,10 +78,16 @@ def low(recurrence, given, device):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the next test has it")
-@pytest.mark.parametrize("kind", ["gated_delta", "decay"])
+@pytest.mark.parametrize("kind", ["gated_delta", "kda", "decay"])
 def test_fragments_by_own_kernels(kind, monkeypatch):
     """On a CPU they run in Triton's interpreter. fla, which divides by norms, is not needed here."""
-    own = SimpleNamespace(delta=triton_gated_delta, decay=triton_decay, norm_fwd=lambda t: (t, None))
+    own = SimpleNamespace(
+        delta=triton_gated_delta,
+        decay=triton_decay,
+        kda=triton_kda,
+        kda_gradients=triton_kda_gradients,
+        norm_fwd=lambda t: (t, None),
+    )
     monkeypatch.setattr(fla_kinds, "fla_functions", lambda: own)
     given, *rest = inputs(kind, 0.05)
     given = *(torch.nn.functional.normalize(t, dim=-1) for t in given[:2]), *given[2:]

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from bmburst_ops.fragments import CHUNK
-from bmburst_ops.linear import Pieces, Recurrence, ReferenceKernel, Slots, triton_decay, triton_gated_delta
+from bmburst_ops.linear import (
+    Pieces,
+    Recurrence,
+    ReferenceKernel,
+    Slots,
+    triton_decay,
+    triton_gated_delta,
+    triton_kda,
+    triton_kda_gradients,
+)
 from bmburst_ops.linear.spans import all_fragments, chosen_spans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,7 +28,7 @@ LOW = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 LIMIT = 2e-5 if DEVICE == "cpu" else 2e-2
 
 
-def problem(key_dim, value_dim, decay):
+def problem(key_dim, value_dim, decay, of_channels=False):
     """Return inputs of a flat batch, states before all fragments and gradients, in fp64 that `LOW` represents."""
     rng = torch.Generator().manual_seed(0)
     tokens, heads, key_heads, count = EDGES[-1], 4, 2, len(EDGES) - 1
@@ -31,7 +40,8 @@ def problem(key_dim, value_dim, decay):
     k[5] = 0.0
     rates = (2 * draw(tokens, heads).sigmoid()).to(LOW).double()
     rates[3] = 0.0
-    inputs = q, k, draw(tokens, heads, value_dim), -decay * draw(tokens, heads).abs(), rates
+    decays = -decay * draw(tokens, heads, *((key_dim,) if of_channels else ())).abs()
+    inputs = q, k, draw(tokens, heads, value_dim), decays, rates
     states = draw(count, heads, key_dim, value_dim), draw(count, heads, key_dim, value_dim)
     return inputs, states[0], draw(tokens, heads, value_dim), states[1]
 
@@ -47,10 +57,10 @@ def defined(recurrence, inputs, before, grad_out, after):
     return dict(zip(names, (*found, *scan.backward(before, grad_out, after)), strict=False))
 
 
-def require_equal(found, wanted):
+def require_equal(found, wanted, limit=LIMIT):
     for name, each in wanted.items():
         error = error_of(found[name], each)
-        assert error < LIMIT, f"{name}: {error}"
+        assert error < limit, f"{name}: {error}"
 
 
 def chunk_parts():
@@ -61,8 +71,17 @@ def error_of(found, wanted):
     return float((found.cpu().double() - wanted).norm() / wanted.norm().clamp(min=1e-6))
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.05, 8.0])
-@pytest.mark.parametrize(("key_dim", "value_dim", "normalize"), [(32, 48, False), (20, 80, True)])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "normalize", "decay"),
+    [
+        (32, 48, False, 0.05),
+        (32, 48, False, 8.0),
+        (20, 80, True, 0.0),
+        (20, 80, True, 8.0),
+        pytest.param(32, 48, False, 0.0, marks=pytest.mark.long),
+        pytest.param(20, 80, True, 0.05, marks=pytest.mark.long),
+    ],
+)
 def test_gated_delta_in_triton(key_dim, value_dim, normalize, decay):
     ours = triton_gated_delta
     (q, k, *inputs), before, grad_out, after = problem(key_dim, value_dim, decay)
@@ -142,6 +161,70 @@ def test_scalar_decay_without_states(of_states):
         results[1:3] = results[2:0:-1]
     for one, other in zip(results[::2], results[1::2], strict=True):
         assert torch.equal(one, other)
+
+
+def kda(inputs, before, grad_out, after, normalize):
+    """Return the results by name."""
+    q, k, v, beta, grad = (t[None].to(DEVICE, LOW) for t in (*inputs[:3], inputs[4], grad_out))
+    fragments, decays = all_fragments(EDGES, torch.device(DEVICE)), inputs[3][None].to(DEVICE, torch.float32)
+    before, after = (t.to(DEVICE, torch.float32) for t in (before, after))
+    ours, given = triton_kda, (q, k, decays, beta, normalize, SCALE, fragments)
+    chunks = ours.make_chunks(*given)
+    transitions, ends = ours.summarize(chunks, v, *[fragments.spans] * 2)
+    found = {"M": transitions, "U": ends, "out": ours.outputs(chunks, v, before, SCALE, fragments.spans)[0]}
+    chunks = ours.make_chunks(*given, (chunks.weights, chunks.inverse))  # what the backward pass has
+    found["start"] = ours.start_gradients(chunks, grad, SCALE, fragments.spans)
+    of_chunks = ours.states_of_chunks(chunks, v, before, fragments)
+    of_chunks = *of_chunks, *ours.gradients_of_chunks(chunks, grad, after, SCALE, fragments)
+    grads = triton_kda_gradients.input_gradients(chunks, q, k, v, beta, grad, of_chunks, SCALE, fragments)
+    return found | {name: t[0] for name, t in zip(("dq", "dk", "dv", "dg", "dbeta"), grads, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "normalize", "decay"),
+    [
+        (32, 48, False, 0.0),
+        (20, 80, True, 0.05),
+        (72, 16, True, 4.0),
+        pytest.param(32, 48, False, 4.0, marks=pytest.mark.long),
+        pytest.param(20, 80, True, 0.0, marks=pytest.mark.long),
+        pytest.param(72, 16, True, 0.05, marks=pytest.mark.long),
+    ],
+)
+def test_kda_in_triton(key_dim, value_dim, normalize, decay):
+    """Heads share keys. Keys of 72 are two blocks of channels, the last one not full."""
+    inputs, *rest = problem(key_dim, value_dim, decay, of_channels=True)
+    if normalize:
+        norms = torch.linspace(-3, 4, len(inputs[0]), dtype=torch.float64).exp()[:, None, None]
+        inputs = (
+            *((t * each).to(LOW).double() for t, each in zip(inputs, (1 / norms, norms), strict=False)),
+            *inputs[2:],
+        )
+    wanted = defined(Recurrence("kda", SCALE, normalize=normalize), inputs, *rest)
+    require_equal(kda(inputs, *rest, normalize), wanted)
+
+
+def test_kda_forgets():
+    """Decays that no product of chunks represents: a state ends at once, of some channels token after token."""
+    inputs, *rest = problem(32, 16, 0.05, of_channels=True)
+    inputs[3][::13] = -50.0
+    inputs[3][5::7, :, ::3] = -1e4
+    wanted = defined(Recurrence("kda", SCALE), inputs, *rest)
+    require_equal(kda(inputs, *rest, False), wanted)
+    inputs[3][::13] = -torch.inf
+    inputs[3][:, 1, 3] = -18.0
+    inputs[3][CHUNK + 40 :, 2, :4] = -torch.inf
+    wanted = defined(Recurrence("kda", SCALE), inputs, *rest)
+    require_equal(kda(inputs, *rest, False), wanted, max(LIMIT, 2**-12.5))  # what a decay of 2^-12.5 leaves
+
+
+def test_kda_keeps_what_is_not_a_number():
+    """Limits of decays do not hide it, also beside a decay that is limited."""
+    inputs, *rest = problem(32, 16, 0.05, of_channels=True)
+    inputs[3][42, 1, :2] = torch.tensor([torch.nan, -torch.inf])
+    found = kda(inputs, *rest, False)
+    assert found["out"][42:104, 1].isnan().all() and found["U"][1, 1].isnan().all()
+    assert not found["out"][:40].isnan().any() and not found["out"][:, 0].isnan().any()
 
 
 @pytest.mark.long
