@@ -107,7 +107,7 @@ def test_a_loss_in_front_of_the_mixin() -> None:
 
     class Derived(Scaled): ...
 
-    with refused("Scaled defines compute_loss in front of SplitRows | other ranks' rows | behind SplitRows | fix: class"):
+    with refused("Scaled defines compute_loss in front of SplitRows | other ranks' rows | fix: class"):
         Derived(split=_split(), model="folder that does not exist")
 
 
