@@ -10,7 +10,7 @@ def kernel_calls(sizes: Sizes, visible: Visibility, stops: int, *, backward: boo
     """Return the number of kernel calls of a pass.
 
     Under a mask with levels, and in layout "balanced", where chunks of two ranks may alternate in a document, it is the
-    number of tiles of a rank in the middle. Elsewhere two ranks have a tile.
+    number of tiles of a rank in the middle. Elsewhere two ranks have a tile, as under every block-sparse mask.
 
     Args:
         sizes: The strategy, and the sizes with its degree.
@@ -18,7 +18,8 @@ def kernel_calls(sizes: Sizes, visible: Visibility, stops: int, *, backward: boo
         stops: As in `Sizes.calls`.
         backward: Whether it is a backward pass.
     """
-    if len(visible.mask.levels) == 1 and "balanced" not in (visible.layout.name, visible.layout.keys.name):
+    mask, names = visible.mask, (visible.layout.queries.name, visible.layout.keys.name)
+    if len(mask.levels) == 1 and (mask.blocks is not None or "balanced" not in names):
         return sizes.calls(stops, backward=backward)
     units, gathers = sizes.unit_count(backward=backward), sizes.inner_units
     if stops == 1 or sizes.strategy.outer != "gather":
