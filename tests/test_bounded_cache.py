@@ -23,7 +23,7 @@ PLANNERS = (
     "bmburst.schedule.documents",
     "bmburst.schedule.layout",
     "bmburst.schedule.ring_schedule",
-    "bmburst.schedule.ring_schedule",
+    "bmburst.schedule.calls",
     "bmburst.attention.call",
     "bmburst.schedule.strategy",
     "bmburst.schedule.gather_plan",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bmburst.schedule.layout import balance_chunks
+from bmburst.schedule.balance import balance_chunks
 
 _UNITS = 1 << 40  # of the largest cost; sums of as many as 2**22 samples fit in 63 bits
 
@@ -36,7 +36,7 @@ def deal_samples(costs: Sequence[float], groups: int, together: int) -> tuple[tu
     """Return the places of each group's samples, in the order of its micro-batches: from the dearest to the cheapest.
 
     Samples are sorted by cost and taken in rounds of one micro-batch per group, so groups meet with like samples. A
-    round is dealt by `bmburst.schedule.layout.balance_chunks`, and the group with the least work so far gets its
+    round is dealt by `bmburst.schedule.balance.balance_chunks`, and the group with the least work so far gets its
     dearest part. If all costs are equal, or there is one group, the order stays as drawn.
 
     Args:

@@ -111,7 +111,9 @@ ARGUMENTS = done(_READ, _ALLOWED)
 """What is done with each argument of a Trainer and of its TrainingArguments, and of TRL's SFTTrainer and SFTConfig."""
 
 
-def require_read(trainer: type, mixin: type, *, read: Sequence[str], replaced: str, by: str, others: str) -> str:
+def require_read(
+    trainer: type, mixin: type, *, read: Sequence[str], replaced: str, by: str, others: str, in_turns: str | None = None
+) -> str:
     """Check, before a trainer reads the data, that its methods were read. Return the name of the library's trainer.
 
     Args:
@@ -121,10 +123,12 @@ def require_read(trainer: type, mixin: type, *, read: Sequence[str], replaced: s
         replaced: Name of the method that the mixin replaces.
         by: What it replaces it by, for the message.
         others: What to do with other trainers, for the message.
+        in_turns: Name of a method that the mixin calls once for the rows of each rank. Its own result has the gradient
+            of the last rows alone.
 
     Raises:
-        UserError: The trainer of transformers or TRL is none of `read`, or a class of the caller behind the mixin
-            defines the replaced method.
+        UserError: The trainer of transformers or TRL is none of `read`, a class of the caller behind the mixin defines
+            the replaced method, or one in front of it the method that it calls in turns.
     """
     kind = next((each.__name__ for each in trainer.__mro__ if is_library(each)), "none")
     if kind not in read:
@@ -133,7 +137,15 @@ def require_read(trainer: type, mixin: type, *, read: Sequence[str], replaced: s
             f"allowed: {', '.join(read)}, and classes derived from them\nfix: {others}; for pairs of answers, bmburst "
             "train (docs/fine_tuning.md)"
         )
-    behind = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
+    place = trainer.__mro__.index(mixin)
+    front = next((each.__name__ for each in trainer.__mro__[:place] if in_turns in vars(each)), None)
+    if front is not None:
+        raise UserError(
+            f"{front} defines {in_turns} in front of {mixin.__name__}, behind backward of other ranks' rows\n"
+            f"allowed: that of a class behind {mixin.__name__}, which runs once for the rows of each rank\n"
+            f"fix: class Mine({kind}) with {in_turns}, and class {front}({mixin.__name__}, Mine)"
+        )
+    behind = trainer.__mro__[place + 1 :]
     own = next((each for each in behind if replaced in vars(each) and not is_library(each)), None)
     if own is not None:
         raise UserError(

@@ -88,6 +88,7 @@ class SplitRows(DecidesTogether):
             replaced="_get_per_token_logps_and_entropies",
             by="log-probabilities of split rows",
             others="for SFTTrainer the mixin SplitBatches (docs/hugging_face.md)",
+            in_turns="compute_loss",
         )
         require_trl(kind)
         require_split(split)

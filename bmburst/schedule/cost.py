@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from bmburst.schedule.calls import kernel_calls
 from bmburst.schedule.gather_plan import Visibility, most_seen, sums_own_tiles
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.schedule.layout import key_areas, merged_queries, most_keys, narrowed_queries, rank_areas
@@ -300,8 +301,7 @@ class _StrategyCost:
         return hardware.pass_host + kernels + messages * hardware.message_host
 
     def _calls(self, *, backward: bool) -> int:
-        """Return the number of kernel calls of a pass; approximate for a tree, whose levels not all ranks meet."""
-        return self.sizes.calls(self.stops, backward=backward) * len(self.problem.mask.levels)
+        return kernel_calls(self.sizes, self._visibility, self.stops, backward=backward)
 
     def _merges(self, *, backward: bool) -> float:
         """Return the seconds to merge the levels of a tree; in backward, to add their gradients of q."""

@@ -178,6 +178,15 @@ def sums_own_tiles(visible: Visibility) -> bool:
     return any(len(make_tiles(visible.mask, length, *mine)) > 1 for mine in held)
 
 
+@bounded_cache(maxsize=64)
+def tile_counts(visible: Visibility, rank: int) -> tuple[int, int, int]:
+    """Return the number of tiles of a rank: `own`, `forward` and `backward` of its `GatherPlan`."""
+    mine, others = real_positions(visible.layout, rank, visible.length), _pulled_positions(visible, rank)
+    held = real_positions(visible.layout.keys, rank, visible.key_length)
+    own = make_tiles(visible.mask, visible.length, mine, held)
+    return len(own), len(_tiles(visible, mine, others, "queries")), len(_tiles(visible, mine, others, "keys"))
+
+
 def _everybody(visible: Visibility, rank: int) -> list[tuple[int, Span]]:
     if not _real(visible, rank):
         return []

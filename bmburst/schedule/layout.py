@@ -8,14 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from bmburst.amounts import as_whole
 from bmburst.errors import UserError, require_known
+from bmburst.schedule.balance import deal_chunks
 from bmburst.schedule.mask import Causal, Full, Mask, SlidingWindow
-from bmburst.schedule.tiles import seen_counts, visible_area
+from bmburst.schedule.tiles import Span, seen_counts, visible_area
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import BLOCK, IntArray, Need
 
@@ -163,7 +165,7 @@ class StripedGroups(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Balanced(Layout):
-    """Chunks of the sequence, assigned to ranks by `balance_chunks`: nearly equal work for all under a mask.
+    """Chunks of the sequence, assigned to ranks by `deal_chunks`: nearly equal work for all under a mask.
 
     Attributes:
         owners: The rank of each chunk in global order; all ranks have the same number of chunks.
@@ -190,50 +192,17 @@ class Balanced(Layout):
         return cls(size, tokens, _owners(mask, length, size, chunks, tokens // chunks))
 
 
-def balance_chunks(areas: Sequence[int], size: int) -> tuple[int, ...]:
-    """Return the owner of each chunk: `size` ranks get the same number of chunks, with nearly equal sums of areas.
-
-    Chunks are sorted by area and assigned in rounds of `size`: in each round the rank with the smallest sum gets the
-    largest chunk. The sums then differ by at most the largest area minus the smallest. Proof: if the sums of two ranks
-    differ by d, and the rank with the smaller sum gets the larger of two chunks, which differ by c, the sums differ by
-    |d - c| <= max(d, c), and c is at most the difference within its round. Afterwards the ranks with the largest and
-    the smallest sum swap two chunks as long as that reduces their difference: with a few long documents, the largest
-    sum falls from 1.2 to 1.01 times the mean.
-    """
-    weights = np.asarray(areas, np.int64)
-    order = np.argsort(-weights, kind="stable")
-    sums, owners = np.zeros(size, np.int64), np.empty(len(areas), np.int64)
-    for chunks in order.reshape(-1, size):
-        lightest = np.argsort(sums, kind="stable")
-        owners[chunks] = lightest
-        sums[lightest] += weights[chunks]
-    for _ in areas:  # an upper bound; about two swaps per rank are needed
-        if not _swap(weights, owners, sums):
-            break
-    return tuple(owners.tolist())
-
-
-def _swap(weights: IntArray, owners: IntArray, sums: IntArray) -> bool:
-    """Swap the two chunks that reduce the difference of the largest and smallest sum most; False if none does."""
-    most, least = int(sums.argmax()), int(sums.argmin())
-    ours, theirs = np.flatnonzero(owners == most), np.flatnonzero(owners == least)
-    moved = weights[ours][:, None] - weights[theirs]
-    apart = np.abs(sums[most] - sums[least] - 2 * moved)
-    best = int(apart.argmin())
-    if apart.flat[best] >= sums[most] - sums[least]:
-        return False
-    i, j = divmod(best, len(theirs))
-    owners[ours[i]], owners[theirs[j]] = least, most
-    sums[most] -= moved[i, j]
-    sums[least] += moved[i, j]
-    return True
-
-
 @bounded_cache(maxsize=64)
 def _owners(mask: Mask, length: int, size: int, chunks: int, tokens: int) -> tuple[int, ...]:
     """Return the owner of each chunk of `tokens`, `chunks` for each of `size` ranks. Each call of attention asks."""
     starts = (min(i * tokens, length) for i in range(size * chunks))
-    return balance_chunks([visible_area(mask, length, np.arange(i, min(i + tokens, length))) for i in starts], size)
+    areas = [visible_area(mask, length, np.arange(i, min(i + tokens, length))) for i in starts]
+    first = np.array([start for start in mask.starts if start < length], np.int64)
+    roots = first[mask.rows(first, length).start == first]  # they see nothing before themselves
+    documents, trees = (
+        [Span(a // tokens, -(-b // tokens)) for a, b in pairwise([*edges.tolist(), length])] for edges in (first, roots)
+    )
+    return deal_chunks(areas, size, documents, trees)
 
 
 @lru_cache(maxsize=64)

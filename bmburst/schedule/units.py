@@ -370,19 +370,27 @@ class Sizes:
             return q + out + kv + 2 * statistics, q + kv
         return q + kv, out + statistics
 
+    def unit_count(self, *, backward: bool) -> int:
+        """Return the number of units of a head exchange; 1 without one."""
+        return len(self.unit_shares(backward=backward)) if self.shapes.degree > 1 else 1
+
+    @property
+    def inner_units(self) -> int:
+        """Number of units of a gather; behind a head exchange it has one."""
+        return self.gather_units if self.shapes.degree == 1 else 1
+
     def calls(self, stops: int, *, backward: bool) -> int:
-        """Return the number of kernel calls of a pass.
+        """Return the number of kernel calls of a pass where the tokens of two ranks are one tile, as in "zigzag".
 
         Args:
             stops: Number of steps with attention: to own keys, and to other ranks' keys.
             backward: Whether it is a backward pass.
         """
-        units = len(self.unit_shares(backward=backward)) if self.shapes.degree > 1 else 1
+        units = self.unit_count(backward=backward)
         if stops == 1:
             return units
         if self.strategy.outer == "gather":
-            inner = self.gather_units if self.shapes.degree == 1 else 1
-            return units * (3 * inner if backward else 2 * inner + 1)
+            return units * (3 * self.inner_units if backward else 2 * self.inner_units + 1)
         return units * stops
 
 

@@ -98,6 +98,19 @@ def test_a_trainer_that_replaces_the_same_method() -> None:
         other(split=_split(), model="folder that does not exist")
 
 
+def test_a_loss_in_front_of_the_mixin() -> None:
+    """It would change the gradient of the last rank's rows only. Behind the mixin it changes those of all."""
+
+    class Scaled(SplitGRPO):
+        def compute_loss(self, *given: Any, **options: Any) -> Any:
+            return 2 * super().compute_loss(*given, **options)
+
+    class Derived(Scaled): ...
+
+    with refused("Scaled defines compute_loss in front of SplitRows | other ranks' rows | fix: class"):
+        Derived(split=_split(), model="folder that does not exist")
+
+
 def test_a_loss_of_what_ranks_gather(tmp_path: Path) -> None:
     """Before the last turn it is not known. TRL's own methods use it in metrics only, which are dropped then."""
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bmburst.schedule.balance import balance_chunks, deal_chunks
 from bmburst.schedule.documents import Documents, PrefixLM
 from bmburst.schedule.gather_plan import make_gather_plan
 from bmburst.schedule.layout import (
     LAYOUTS,
     Balanced,
     Run,
-    balance_chunks,
     kernel_needs,
     key_areas,
     make_layout,
@@ -162,8 +162,8 @@ def test_deal_gives_the_largest_chunks_to_different_ranks():
 
 def test_chunks_of_equal_masks_are_dealt_once(monkeypatch):
     """Each layer's call of attention makes the layout, and swaps of many ranks' chunks take milliseconds."""
-    dealt, own = [], balance_chunks
-    monkeypatch.setattr("bmburst.schedule.layout.balance_chunks", lambda *values: dealt.append(values) or own(*values))
+    dealt, own = [], deal_chunks
+    monkeypatch.setattr("bmburst.schedule.layout.deal_chunks", lambda *values: dealt.append(values) or own(*values))
     first, second = (make_layout("balanced", 5, 24, Tree([-1, 0, 0], [50, 31, 36]), 117) for _ in range(2))
     assert first == second and len(dealt) == 1
 
