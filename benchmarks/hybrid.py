@@ -38,6 +38,7 @@ from benchmarks.engine.machine import RankGroup, start_ranks
 from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, Row, RowBenchmark
 from benchmarks.engine.timing import in_turns
+from benchmarks.fla_tuning import restrict_tuning
 from benchmarks.hugging_face import Training
 from benchmarks.linear import fla_context
 from bmburst.amounts import GIB, numbers, short, tokens
@@ -137,11 +138,9 @@ def _unsplit(training: Training, ids: Tensor, group: RankGroup) -> Callable[[], 
 
 def _fla(training: Training, ids: Tensor, group: RankGroup) -> Callable[[], float]:
     """Return a step with fla's context parallelism in place of ours."""
-    from bmburst_ops.linear.fla_tuning import few_choices
-
     convolve = import_module("fla.modules.convolution").causal_conv1d
     scan = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    few_choices()
+    restrict_tuning()
     length, layout = ids.shape[1], training.split.options.layout
     of_scan = fla_context(length, layout, group.device)
     of_convolution = fla_context(length, layout, group.device, training.model.config.linear_conv_kernel_dim)

@@ -30,6 +30,7 @@ from benchmarks.engine.machine import RankGroup, start_ranks
 from benchmarks.engine.report import markdown_table
 from benchmarks.engine.rows import Measured, RowBenchmark
 from benchmarks.engine.timing import Times, in_turns, once, quotient
+from benchmarks.fla_tuning import restrict_tuning
 from bmburst.amounts import tokens
 from bmburst.comm.groups import communicator
 from bmburst.linear.api import KINDS, burst_linear_attention
@@ -122,8 +123,6 @@ def _results(kind: str, given: list[Tensor], layout: str, comm: Any) -> list[Ten
 
 def _measured(options: argparse.Namespace, group: RankGroup) -> Iterator[dict[str, Any]]:
     """Yield a row for each kind, number of tokens, kind of gates and layout."""
-    from bmburst_ops.linear.fla_tuning import few_choices
-
     comm = communicator(None)
     for kind in options.kinds:
         module, name = {
@@ -132,7 +131,7 @@ def _measured(options: argparse.Namespace, group: RankGroup) -> Iterator[dict[st
             "decay": ("fla.ops.simple_gla", "chunk_simple_gla"),
         }[kind]
         theirs = getattr(__import__(module, fromlist=[name]), name)
-        few_choices()
+        restrict_tuning()
         for length in options.tokens:
             for gates in options.gates:
                 mine = _inputs(kind, length, gates, options, group.device)

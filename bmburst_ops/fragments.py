@@ -5,12 +5,13 @@ from itertools import pairwise
 from types import MappingProxyType
 
 CHUNK = 64
-"""Tokens of a chunk of fla's kernels."""
+"""Tokens of a chunk of the Triton kernels."""
 DELTA_KINDS = ("gated_delta", "kda")
 """Kinds of recurrences whose M is a matrix, of key_dim by key_dim for each head; that of the others is a number."""
 _LEAST = 64 * CHUNK  # tokens of a fragment: shorter ones compute more summaries than they save
 _COLUMNS = 64  # of a state in one program
-_PROGRAMS = MappingProxyType({"gated_delta": 2, "kda": 1, "decay": 2})  # of a multiprocessor at a time
+PROGRAMS = MappingProxyType({"gated_delta": 2, "kda": 1, "decay": 2})
+"""Programs of a multiprocessor at a time, by the kinds that have kernels."""
 
 
 def fragment_tokens(kind: str, tokens: int, heads: int, value_dim: int, processors: float) -> int:
@@ -18,7 +19,7 @@ def fragment_tokens(kind: str, tokens: int, heads: int, value_dim: int, processo
 
     On an H200, more fragments than that take longer: their summaries cost more than a scan by more programs saves.
     """
-    fragments = _PROGRAMS[kind] * processors // (heads * math.ceil(value_dim / _COLUMNS))
+    fragments = PROGRAMS[kind] * processors // (heads * math.ceil(value_dim / _COLUMNS))
     return max(_LEAST, math.ceil(tokens / max(1, fragments)))
 
 

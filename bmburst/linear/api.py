@@ -76,7 +76,7 @@ def burst_linear_attention(
             others: the sum over the ranks is the gradient, as for weights.
         final_state: Whether to return the state after the last token too. Every rank gets it, and its gradient is the
             sum of the ranks' gradients.
-        kernel: "auto", the first of these that supports the inputs on this machine: "fla" (package fla-core) or
+        kernel: "auto", the first of these that supports the inputs on this machine: "triton" (GPUs) or
             "reference" (plain torch, a loop over tokens).
 
     Returns:

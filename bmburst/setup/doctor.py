@@ -136,19 +136,22 @@ def flash_attention_4(name: str, gpus: list[int] | None = None, machine: "Machin
 
 
 def linear_attention(name: str, gpus: list[int] | None = None, machine: "Machine | None" = None) -> Finding:
-    """Check whether fla-core computes recurrent layers on GPUs, by default this machine's, by its rules of versions."""
-    from bmburst_ops.linear.fla import unusable
+    """Check whether Triton computes recurrent layers on GPUs, by default this machine's, by its rules of versions."""
+    from bmburst_ops.fragments import PROGRAMS
+    from bmburst_ops.linear.triton import unusable
     from bmburst_ops.machine import HERE
 
     gpus, machine = capabilities() if gpus is None else gpus, machine or HERE
     if not gpus:
         return Finding(name, "note", "needs a GPU")
-    version = machine.version("fla-core")
-    for sm in sorted(gpus):
-        if (found := unusable((sm // 10, sm % 10), machine)) is not None:
-            status: Status = "missing" if version is None else "broken"
-            return Finding(name, status, f"recurrent layers run in plain torch: {found[0]}", found[1])
-    return Finding(name, "ok", ".".join(map(str, version or ())))
+    refusals = {
+        kind: found for kind in PROGRAMS for sm in gpus if (found := unusable((sm // 10, sm % 10), kind, machine))
+    }
+    if refusals:
+        status: Status = "missing" if machine.version("triton") is None else "broken"
+        reason, fix = next(iter(refusals.values()))
+        return Finding(name, status, f"{', '.join(refusals)} run in plain torch: {reason}", fix)
+    return Finding(name, "ok", f"{', '.join(PROGRAMS)} by Triton")
 
 
 def _caches_of_gpus(name: str) -> Finding:
@@ -212,7 +215,7 @@ CHECKS: tuple[Check, ...] = (
     Check("kernel fa3", GpuPackageCheck("flash_attn_interface", "flash_attn_3", frozenset({9}), _FA3)),
     Check("kernel fa4", flash_attention_4),
     Check("triton", GpuPackageCheck("triton", "triton", frozenset(), "triton")),
-    Check("kernel fla", linear_attention),
+    Check("recurrent layers", linear_attention),
     Check("kernel caches", _caches_of_gpus),
     Check("numpy", partial(package, "numpy", "BMTrain and the token files"), needed=True, with_torch=False),
     Check("PyYAML", partial(package, "yaml", "configuration files in YAML"), needed=True, with_torch=False),

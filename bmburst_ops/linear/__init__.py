@@ -2,22 +2,21 @@
 
 - `kernel.py`: the kinds of recurrences, and the interface of kernels
 - `reference.py`: their definition in plain torch, for any device and dtype
-- `fla.py`: kernels of the package fla-core, for GPUs
-- `fla_scan.py`, `fla_kinds.py`: how they are called, on fragments that run at the same time
-- `triton_gated_delta.py`, `triton_decay.py`, `triton_kda.py`, `triton_kda_gradients.py`: kernels of our own
+- `triton.py`: Triton kernels, for GPUs
+- `scan.py`, `kinds.py`: how they are called, on fragments that run at the same time
+- `triton_gated_delta.py`, `triton_decay.py`, `triton_kda.py`, `triton_kda_gradients.py`, `triton_norms.py`: the kernels
 - `tiles.py`: what the kernels share
 - `paths.py`, `fold.py`, `triton_fold.py`: the states between fragments and between links
 - `conv.py`, `triton_conv.py`: the causal convolution
 """
 
 from bmburst_ops.errors import KernelError, unknown_kernel
-from bmburst_ops.linear.fla import FlaKernel
 from bmburst_ops.linear.kernel import Inputs, LinearKernel, Pieces, PreparedScan, Recurrence, Slots
 from bmburst_ops.linear.reference import ReferenceKernel
+from bmburst_ops.linear.triton import TritonKernel
 
 __all__ = [
     "KERNELS",
-    "FlaKernel",
     "Inputs",
     "LinearKernel",
     "Pieces",
@@ -25,10 +24,11 @@ __all__ = [
     "Recurrence",
     "ReferenceKernel",
     "Slots",
+    "TritonKernel",
     "select_kernel",
 ]
 
-KERNELS: tuple[LinearKernel, ...] = (FlaKernel(), ReferenceKernel())
+KERNELS: tuple[LinearKernel, ...] = (TritonKernel(), ReferenceKernel())
 """All kernels; "auto" takes the first that can run."""
 
 

@@ -16,13 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from bmburst_ops.fragments import CHUNK
-from bmburst_ops.linear.kernel import EPSILON
 from bmburst_ops.linear.spans import Fragments
-from bmburst_ops.linear.tiles import COLUMNS, divided, floats
+from bmburst_ops.linear.tiles import COLUMNS, floats
 from bmburst_ops.linear.triton_kda import GROUP, Chunks, reference_of, sums_of
+from bmburst_ops.linear.triton_norms import before_norms
 
 _CHANNELS = 32  # of keys for a program
-_ROWS = 16  # for a program of the gradients before norms
 
 
 def input_gradients(
@@ -73,10 +72,7 @@ def input_gradients(
     if heads > key_heads:
         dq, dk = (t.unflatten(2, (key_heads, -1)).sum(3) for t in (dq, dk))
     if chunks.norms is not None:
-        rows = queries.numel() // key_dim
-        _norm_kernel[triton.cdiv(rows, _ROWS), 2](
-            queries, keys, dq, dk, rows, EPSILON, key_dim=key_dim, block=_ROWS, block_key=width
-        )
+        dq, dk = before_norms(queries, dq), before_norms(keys, dk)
     return dq, dk, dv, dg, dbeta.sum(0).to(beta.dtype)
 
 
@@ -199,21 +195,3 @@ def _gradient_kernel(
     of_key += rate * of_read
     tl.store(dq + at_tile, (of_query + alone * wide).to(dq.dtype.element_ty), mask=is_key)
     tl.store(dk + at_tile, (of_key + alone * query).to(dk.dtype.element_ty), mask=is_key)
-
-
-@triton.jit
-def _norm_kernel(
-    queries, keys, dq, dk, count, epsilon, key_dim: tl.constexpr, block: tl.constexpr, block_key: tl.constexpr
-):
-    """Replace gradients of vectors that were divided by their norms by those before it."""
-    if tl.program_id(1) == 0:
-        tensor, grads = queries, dq
-    else:
-        tensor, grads = keys, dk
-    rows, channels = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block), tl.arange(0, block_key)
-    mask = (rows < count)[:, None] & (channels < key_dim)[None, :]
-    at = rows[:, None] * key_dim + channels[None, :]
-    norm, unit = divided(tl.load(tensor + at, mask=mask, other=0.0).to(tl.float32), epsilon)
-    grad = tl.load(grads + at, mask=mask, other=0.0).to(tl.float32)
-    grad = norm[:, None] * (grad - unit * tl.sum(unit * grad, 1)[:, None])
-    tl.store(grads + at, grad.to(grads.dtype.element_ty), mask=mask)

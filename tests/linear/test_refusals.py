@@ -27,7 +27,7 @@ LINEAR, CONV = "gated_delta", "conv"
         (LINEAR, {"kind": "kda"}, "g must be [batch, local_tokens, value_heads, key_dim] | [2, 6, 4]"),
         (LINEAR, {"scale": 0}, "scale | positive | 0"),
         (LINEAR, {"kernel": "fast"}, "unknown kernel 'fast' | reference"),
-        (LINEAR, {"kernel": ["fla"]}, "unknown kernel '['fla']' | reference"),
+        (LINEAR, {"kernel": ["triton"]}, "unknown kernel '['triton']' | reference"),
         (LINEAR, {"final_state": 1}, "final_state must be a bool | 1"),
         (
             LINEAR,

@@ -1,9 +1,7 @@
 """Kernels of recurrences against their definition in fp64: summaries, outputs, and all gradients.
 
-On a machine with a GPU and the package fla-core, its kernels too; on a CPU the definition against dense matrices.
+On a machine with a GPU the Triton kernels too; on a CPU the definition against dense matrices.
 """
-
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,16 +14,11 @@ from bmburst_ops.linear import (
     Recurrence,
     ReferenceKernel,
     Slots,
-    fla_kinds,
+    TritonKernel,
     select_kernel,
-    triton_decay,
-    triton_gated_delta,
-    triton_kda,
-    triton_kda_gradients,
 )
-from bmburst_ops.linear.fla import FlaKernel, unusable
-from bmburst_ops.linear.fla_scan import FlaScan, make_plan
-from bmburst_ops.linear.fla_tuning import Choice, nearest
+from bmburst_ops.linear.scan import FragmentScan, make_plan
+from bmburst_ops.linear.triton import unusable
 from tests.linear.oracle import problem, whole
 from tests.ops.another_machine import AnotherMachine
 
@@ -63,11 +56,11 @@ def computed(kernel, recurrence, given, starts, grad_out, grad_ends):
     return found | {f"gradient {i}": grad for i, grad in enumerate(grads)}
 
 
-class Fragments(FlaKernel):
+class Fragments(TritonKernel):
     """Cuts pieces that are much too short to be cut otherwise."""
 
     def prepare(self, recurrence, given, pieces, kept=()):
-        return FlaScan(recurrence, given, pieces, 64, kept)
+        return FragmentScan(recurrence, given, pieces, 64, kept)
 
 
 def low(recurrence, given, device):
@@ -79,20 +72,12 @@ def low(recurrence, given, device):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the next test has it")
 @pytest.mark.parametrize("kind", ["gated_delta", "kda", "decay"])
-def test_fragments_by_own_kernels(kind, monkeypatch):
-    """On a CPU they run in Triton's interpreter. fla, which divides by norms, is not needed here."""
-    own = SimpleNamespace(
-        delta=triton_gated_delta,
-        decay=triton_decay,
-        kda=triton_kda,
-        kda_gradients=triton_kda_gradients,
-        norm_fwd=lambda t: (t, None),
-    )
-    monkeypatch.setattr(fla_kinds, "fla_functions", lambda: own)
+def test_fragments(kind):
+    """On a CPU the kernels run in Triton's interpreter."""
     given, *rest = inputs(kind, 0.05)
-    given = *(torch.nn.functional.normalize(t, dim=-1) for t in given[:2]), *given[2:]
-    exact = computed(ReferenceKernel(), Recurrence(kind, 0.2), given, *rest)
-    found = computed(Fragments(), Recurrence(kind, 0.2), tuple(t.float() for t in given), *(t.float() for t in rest))
+    recurrence = Recurrence(kind, 0.2, normalize=True)
+    exact = computed(ReferenceKernel(), recurrence, given, *rest)
+    found = computed(Fragments(), recurrence, tuple(t.float() for t in given), *(t.float() for t in rest))
     for name, each in found.items():
         assert each.shape == exact[name].shape
         error = float((each.double() - exact[name]).norm() / exact[name].norm())
@@ -108,7 +93,7 @@ def test_kernels_in_half_precision(kind, decay):
     tried = low(recurrence, given, DEVICE)
     able = [kernel for kernel in KERNELS if kernel.refusal(recurrence, tried) is None]
     assert "reference" in [kernel.name for kernel in able]
-    if "fla" in [kernel.name for kernel in able]:
+    if "triton" in [kernel.name for kernel in able]:
         able.append(Fragments())
     for kernel in able:
         found = computed(kernel, recurrence, tried, *(t.float().to(DEVICE) for t in rest))
@@ -144,20 +129,21 @@ def test_the_definition_against_dense_matrices(kind):
 
 
 @pytest.mark.parametrize(
-    ("found", "capability", "words"),
+    ("found", "capability", "kind", "words"),
     [
-        ({}, (8, 0), ("fla-core", "pip install")),
-        ({"fla-core": (0, 5, 1), "triton": (3, 7, 1)}, (8, 0), ("0.5.1", "0.6")),
-        ({"fla-core": (0, 7, 0), "triton": (3, 7, 1)}, (9, 0), ("0.7.0", "<0.7")),
-        ({"fla-core": (0, 6, 0)}, (8, 0), ("triton",)),
-        ({"fla-core": (0, 6, 0), "triton": (3, 6, 0)}, (9, 0), ("Triton 3.6.0", "Hopper", "3.7.1", "tilelang")),
-        ({"fla-core": (0, 6, 0), "triton": (3, 6, 0)}, (8, 0), None),
-        ({"fla-core": (0, 6, 0), "triton": (3, 6, 0), "tilelang": True}, (9, 0), None),
-        ({"fla-core": (0, 6, 3), "triton": (3, 7, 1)}, (9, 0), None),
+        ({}, (8, 0), "kda", ("triton", "pip install")),
+        ({"triton": (3, 7, 1)}, (7, 5), "decay", ("8.0", "reference")),
+        ({"triton": (3, 6, 0)}, (9, 0), "kda", ("Triton 3.6.0", "kda", "Hopper", "3.7.1")),
+        ({"triton": (3, 7, 0)}, (9, 0), "decay", ("Triton 3.7.0", "decay", "3.6", "3.7.1")),
+        ({"triton": (3, 5, 1)}, (9, 0), "gated_delta", ("Triton 3.5.1", "gated_delta")),
+        ({"triton": (3, 6, 0)}, (9, 0), "gated_delta", None),
+        ({"triton": (3, 6, 0)}, (8, 0), "kda", None),
+        ({"triton": (3, 7, 1)}, (9, 0), "kda", None),
+        ({"triton": (3, 8, 0)}, (9, 0), "decay", None),
     ],
 )
-def test_versions_are_checked_before_forward(found, capability, words):
-    reason = unusable(capability, AnotherMachine(installed=found))
+def test_versions_are_checked_before_forward(found, capability, kind, words):
+    reason = unusable(capability, kind, AnotherMachine(installed=found))
     assert (reason is None) == (words is None)
     assert words is None or all(word in " ".join(reason) for word in words)
 
@@ -165,7 +151,7 @@ def test_versions_are_checked_before_forward(found, capability, words):
 def test_a_kernel_by_name_says_why_it_cannot_run():
     given = low(Recurrence("decay"), inputs("decay", 0.1)[0], "cpu")
     with pytest.raises(KernelError, match="it needs a GPU"):
-        select_kernel("fla", Recurrence("decay"), given)
+        select_kernel("triton", Recurrence("decay"), given)
     assert select_kernel("auto", Recurrence("decay"), given).name == "reference"
 
 
@@ -192,13 +178,3 @@ def test_fragments_fill_a_gpu():
     assert fragment_tokens("gated_delta", 65_536, 32, 128, 132) == 16_384  # two programs a multiprocessor
     assert fragment_tokens("kda", 2_048, 4, 64, 132) == 4_096
     assert fragment_tokens("kda", 65_536, 4096, 128, 132) == 65_536
-
-
-def test_the_fastest_choice_of_a_kernel_comes_first_if_the_kernel_has_it():
-    usual, small, wide = (
-        SimpleNamespace(kwargs={"BK": block}, num_warps=warps, num_stages=3)
-        for block, warps in ((64, 4), (32, 1), (128, 4))
-    )
-    assert nearest([wide, small, usual], None) == [usual, wide, small]
-    assert nearest([wide, usual, small], Choice({"BK": 32}, 1, 3)) == [small, usual, wide]
-    assert nearest([wide, usual, small], Choice({"BK": 32}, 2, 3)) == [usual, wide, small]

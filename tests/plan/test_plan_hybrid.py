@@ -16,8 +16,8 @@ from bmburst.integrations.transformers_shapes import hybrid_of
 from bmburst.plan.hybrid import CONVOLUTION, ELEMENTWISE, RECURRENCE, AttentionLayer, RecurrentLayer, hybrid_step
 from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.fragments import fragment_tokens
-from bmburst_ops.linear.fla_scan import make_plan
 from bmburst_ops.linear.kernel import Pieces
+from bmburst_ops.linear.scan import make_plan
 from tests.refusals import refused, says
 
 DELTA = RecurrentLayer((4, 8, 8), "gated_delta", channels=64, width=4, gates=2)

@@ -285,22 +285,16 @@ def test_an_old_beta_of_flash_attention_4_is_broken(monkeypatch):
     ("gpus", "installed", "status", "words", "fix"),
     [
         ([], {}, "note", "needs a GPU", ""),
-        ([90], {}, "missing", "plain torch | fla-core", "pip install 'fla-core>=0.6,<0.7'"),
-        ([90], {"fla-core": (0, 5, 1)}, "broken", "plain torch | 0.5.1 | 0.6", "pip install 'fla-core>=0.6,<0.7'"),
-        (
-            [90],
-            {"fla-core": (0, 6, 0), "triton": (3, 6, 0)},
-            "broken",
-            "wrong gradients on Hopper | 3.7.1",
-            "torch 2.13 | pip install tilelang",
-        ),
-        ([80, 90], {"fla-core": (0, 6, 0), "triton": (3, 6, 0)}, "broken", "Hopper", "torch 2.13"),
-        ([80], {"fla-core": (0, 6, 0), "triton": (3, 6, 0)}, "ok", "0.6.0", ""),
-        ([90], {"fla-core": (0, 6, 0), "triton": (3, 7, 1)}, "ok", "0.6.0", ""),
+        ([90], {}, "missing", "gated_delta, kda, decay | plain torch | triton", "pip install triton"),
+        ([90], {"triton": (3, 6, 0)}, "broken", "kda run | Triton 3.6.0 | Hopper | 3.7.1", "torch 2.13"),
+        ([80, 90], {"triton": (3, 5, 1)}, "broken", "gated_delta, kda, decay run | Hopper | 3.6", "torch 2.13"),
+        ([75], {"triton": (3, 7, 1)}, "broken", "8.0", "reference"),
+        ([80], {"triton": (3, 6, 0)}, "ok", "kda", ""),
+        ([90], {"triton": (3, 7, 1)}, "ok", "kda", ""),
     ],
 )
 def test_kernels_of_recurrent_layers_have_rules_of_versions(gpus, installed, status, words, fix):
-    found = doctor.linear_attention("kernel fla", gpus, AnotherMachine(installed=installed))
+    found = doctor.linear_attention("recurrent layers", gpus, AnotherMachine(installed=installed))
     assert (found.status, bool(found.fix)) == (status, bool(fix))
     says(found.detail, words)
     says(found.fix, fix)

@@ -1,4 +1,4 @@
-"""The choices that fla-core's kernels may try.
+"""The choices that kernels of fla-core may try, where a benchmark measures them beside ours.
 
 fla tunes its kernels when they first run. With all its choices this takes minutes, so each kernel gets the one that was
 the fastest on an H200 (`HOPPER_CHOICES`), else the one that is nearest to what is usual (`few_choices`); on GPUs with

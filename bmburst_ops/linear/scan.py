@@ -1,9 +1,9 @@
-"""Recurrences by fla-core's kernels, with long pieces cut into fragments that run at the same time.
+"""Recurrences by Triton kernels, with long pieces cut into fragments that run at the same time.
 
-fla's training kernels pass a state from chunk to chunk of a piece in one program for some columns of a head. With few
-heads, most of a GPU then waits. Here each piece is cut at multiples of 64 tokens into fragments. First the fragments
-compute their M and U, then a fold gives the state before each, then all compute their outputs from these. In
-backward the same is done for gradients, from the last fragment to the first. The results are exact. Pieces of one
+A kernel passes a state from chunk to chunk in one program for some columns of a head. With one program for a whole
+piece and few heads, most of a GPU would wait. Here each piece is cut at multiples of 64 tokens into fragments. First
+the fragments compute their M and U, then a fold gives the state before each, then all compute their outputs from these.
+In backward the same is done for gradients, from the last fragment to the first. The results are exact. Pieces of one
 fragment that need no state and give none, such as short documents, have no M and U.
 """
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.fragments import fragments
-from bmburst_ops.linear.fla_kinds import KINDS, Kind
 from bmburst_ops.linear.fold import fold
 from bmburst_ops.linear.kernel import Inputs, Pieces, Recurrence, Slots
+from bmburst_ops.linear.kinds import KINDS, Kind
 from bmburst_ops.linear.paths import Paths, paths_after, paths_between
 from bmburst_ops.linear.spans import Spans, all_fragments, chosen_spans, numbers_on
 
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     unread_gradients: tuple[int, ...]
 
 
-class FlaScan:
+class FragmentScan:
     """See `bmburst_ops.linear.kernel.PreparedScan`.
 
     Args:
