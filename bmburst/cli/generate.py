@@ -191,7 +191,7 @@ def _answer(request: Request, beginning: Beginning) -> int:
     length = max(map(len, prompts)) + options.max_new_tokens
     if len(prompts) == 1:
         room = memory_beside_weights(source, comm, request["cache"], request["dtype"], request["chunk_tokens"])
-        if problem := too_long(*room, length, len(prompts[0])):
+        if problem := too_long(*room, length, len(prompts[0]), options.num_samples):
             raise UserError(problem)
     screen = _AnswerPrinter(request, prompts, options, is_main=is_main)
     if is_main:
