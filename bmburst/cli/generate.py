@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -191,7 +192,7 @@ def _answer(request: Request, beginning: Beginning) -> int:
     length = max(map(len, prompts)) + options.max_new_tokens
     if len(prompts) == 1:
         room = memory_beside_weights(source, comm, request["cache"], request["dtype"], request["chunk_tokens"])
-        if problem := too_long(*room, length, len(prompts[0])):
+        if problem := too_long(*room, length, len(prompts[0]), options.num_samples):
             raise UserError(problem)
     screen = _AnswerPrinter(request, prompts, options, is_main=is_main)
     if is_main:
@@ -224,6 +225,8 @@ class _AnswerPrinter:
         from bmburst.inference.answering import Progress
 
         total = sum(map(len, self._prompts))
+        if self._is_main and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a locale may have no such characters
         with ExitStack() as stack:
             if self._output is not None and self._is_main:
                 self._file = self._output.open("w", encoding="utf-8")
@@ -267,7 +270,16 @@ class _AnswerPrinter:
                 self._file.flush()
         elif not self._streams:
             is_text = not self._are_lines and answer.text is not None
-            print(answer.text if is_text else answer.to_json(), flush=True)
+            print(answer.text if is_text else _encodable(answer.to_json(), sys.stdout.encoding), flush=True)
+
+
+def _encodable(line: str, encoding: str | None) -> str:
+    """Return a line of JSON as it stands, or in ASCII if an encoding has not all of its characters."""
+    try:
+        line.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(json.loads(line))
+    return line
 
 
 def _summarize(answers: "list[Answer]") -> None:

@@ -39,6 +39,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of some keys and values; ValueError if a key is there twice. A `pairs` of `parse_json`."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("holds a key twice")
+    return values
+
+
 def parse_json(
     data: bytes | str, *, finite: bool = False, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
 ) -> Any:

@@ -248,7 +248,10 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the ids of each text; the package tokenizes them in parallel."""
-        encodings = self._tokenizer.encode_batch(list(map(_valid, texts)), add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch(list(map(_valid, texts)), add_special_tokens=False)
+        except Exception as error:
+            raise self._unknown(error) from error
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
@@ -264,8 +267,18 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = self._splits
         try:
             return self._tokenizer.encode(_valid(text), add_special_tokens=add_special_tokens)
+        except Exception as error:
+            raise self._unknown(error) from error
         finally:
             self._tokenizer.encode_special_tokens = True
+
+    def _unknown(self, error: Exception) -> UserError:
+        """Return the error of a text that cannot be encoded; the package raises bare Exception for it."""
+        return UserError(
+            f"tokenizer '{self.name}' cannot encode the text: {first_line(error)}\n"
+            "allowed: words of its vocabulary, if that has no token for unknown words\n"
+            f"fix: give the {TOKENIZER_FILE} that belongs to the model, or add the missing token to it"
+        )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         """Return the text without special tokens; ids outside the vocabulary are skipped."""

@@ -242,7 +242,8 @@ class Generator:
         answers: dict[int, list[Answer]] = {}
         fitting = []
         for index, prompt in enumerate(read):
-            problem = too_long(self.memory, self._available, len(prompt) + options.max_new_tokens, len(prompt))
+            length = len(prompt) + options.max_new_tokens
+            problem = too_long(self.memory, self._available, length, len(prompt), options.num_samples)
             if problem and len(read) == 1:
                 raise UserError(problem)
             if problem:
@@ -357,17 +358,27 @@ def available_memory(comm: CheckedCommunicator, device: torch.device) -> float:
     return float(min(gather_objects(comm, mine)))
 
 
-def too_long(memory: InferenceMemory, available: float, length: int, prompt: int | None = None) -> str | None:
-    """Return why a sequence does not fit in memory, or None.
+def too_long(
+    memory: InferenceMemory, available: float, length: int, prompt: int | None = None, answers: int = 1
+) -> str | None:
+    """Return why a sequence, or several answers to one prompt, do not fit in memory, or None.
 
     Args:
         memory: Memory requirements of the model.
         available: Available bytes of a rank.
         length: Tokens of prompt and answer.
         prompt: Tokens of the prompt, for the message.
+        answers: Answers to the prompt that are computed together.
     """
     if memory.total(1, length) <= available:
-        return None
+        if answers == 1 or memory.answers(answers, length) <= available:
+            return None
+        return (
+            f"{answers:,} answers to a prompt, of {length:,} tokens each with the prompt, need "
+            f"{bytes_text(memory.answers(answers, length))} of a rank's memory, {bytes_text(available)} are free\n"
+            f"allowed: at most {memory.most_answers(available, length):,} answers\n"
+            "fix: fewer answers (--num-samples), fewer new tokens, or more ranks (--nproc)"
+        )
     asked = f"a prompt of {prompt:,} tokens and {length - prompt:,} new ones" if prompt else f"{length:,} tokens"
     return (
         f"{asked} need {bytes_text(memory.total(1, length))} of a rank's memory, {bytes_text(available)} are free "

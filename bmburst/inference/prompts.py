@@ -10,7 +10,7 @@ import numpy as np
 
 from bmburst.amounts import finite, require_flag
 from bmburst.config.fields import shown
-from bmburst.config.files import parse_json, read_bytes
+from bmburst.config.files import parse_json, read_bytes, unique_keys
 from bmburst.data.chat import ChatTemplate
 from bmburst.data.documents import SetupError, with_others
 from bmburst.data.messages import Message, read_conversations, read_messages, template_variables
@@ -97,7 +97,7 @@ class PromptEncoder:
             raise UserError(f"{source}: the prompt is empty\nallowed: at least one token\nfix: give some text")
         if self._chat:
             return self.messages([{"role": "user", "content": text}], source)
-        return self._checked(self._require_tokenizer(source, "a prompt as text").encode_prompt(text), source)
+        return self._encoded(self._require_tokenizer(source, "a prompt as text"), text, source)
 
     def ids(self, ids: Any, source: str) -> Prompt:
         """Return the prompt of token ids.
@@ -160,7 +160,16 @@ class PromptEncoder:
         if self._loaded is None:
             self._loaded = self._template(source)
         text = self._loaded.prompt(source, messages, tools, options)
-        return self._checked(tokenizer.encode_prompt(text, add_special_tokens=False), source)
+        return self._encoded(tokenizer, text, source, add_special_tokens=False)
+
+    def _encoded(
+        self, tokenizer: PromptTokenizer, text: str, source: str, *, add_special_tokens: bool = True
+    ) -> Prompt:
+        try:
+            ids = tokenizer.encode_prompt(text, add_special_tokens=add_special_tokens)
+        except UserError as error:
+            raise UserError(f"{source}: {error}") from error
+        return self._checked(ids, source)
 
     def _template(self, source: str) -> ChatTemplate:
         tokenizer = self._require_tokenizer(source, "a chat template")
@@ -260,7 +269,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
             continue
         source = f"{path}:{number}"
         try:
-            yield source, parse_json(line, finite=True)
+            yield source, parse_json(line, finite=True, pairs=unique_keys)
         except ValueError as error:
             reason = first_line(error)
             yield source, UserError(f"{source} {reason}\nallowed: {_LINE}\nfix: correct that line")

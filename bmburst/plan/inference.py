@@ -94,6 +94,18 @@ class InferenceMemory:
         """Return all bytes for `sequences` sequences of `length` tokens, prompt and answer."""
         return self.weights + self.cache(sequences, length) + self.working(sequences, length)
 
+    def answers(self, count: int, length: int) -> int:
+        """Return all bytes for `count` answers to one prompt of `length` tokens, prompt and answer.
+
+        The prompt is computed once, and its cache is there until it has been copied for every answer.
+        """
+        caches = count + 1 if count > 1 else 1
+        return self.weights + self.cache(caches, length) + max(self.prefill(length), self.decode(count))
+
+    def most_answers(self, available: float, length: int) -> int:
+        """Return how many answers to one prompt fit in `available` bytes; 0 if none does."""
+        return bisect_left(range(1, 1 << 40), True, key=lambda count: self.answers(count, length) > available)
+
     def longest(self, available: float, sequences: int = 1) -> int:
         """Return the longest length at which `sequences` sequences fit in `available` bytes; 0 if none fits."""
         return bisect_left(range(1, 1 << 40), True, key=lambda length: self.total(sequences, length) > available)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bmburst.config.fields import shown
-from bmburst.config.files import parse_json
+from bmburst.config.files import parse_json, unique_keys
 from bmburst.errors import UserError
 from bmburst.inference.sampling import GenerationOptions, convert_option
 
@@ -140,13 +140,8 @@ def read_question(body: bytes, model: str, defaults: GenerationOptions) -> Quest
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("holds a key twice")
-        return dict(pairs)
-
     try:
-        given = parse_json(body, finite=True, pairs=unique)
+        given = parse_json(body, finite=True, pairs=unique_keys)
     except ValueError as error:
         raise Refusal(400, f"the body {'; '.join(str(error).splitlines())}", "invalid_json") from None
     if not isinstance(given, dict):

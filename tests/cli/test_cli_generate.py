@@ -1,5 +1,6 @@
 """`bmburst generate`: text and JSON lines, one rank and two, and what it refuses before weights are read."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -143,6 +144,25 @@ def test_prompts_of_a_file_are_answered_in_order(model: Path, tmp_path: Path, ra
             tokens, words = expected(model, text, 6)
             assert (answer["tokens"], answer["text"]) == (tokens, words)
             assert answer["finish"] == ("eos" if tokens[-1] == 258 else "length")
+
+
+def test_answers_are_printed_where_the_locale_lacks_their_characters(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Once"}))
+    _, text = expected(model, "Once", 6)
+    assert not text.isascii()
+    ways = ("--prompt", "Once"), ("--prompt", "Once", "--stream"), ("--prompts", str(prompts))
+    for way in ways:
+        out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        monkeypatch.setattr("sys.stdout", out)
+        assert main(["generate", "--checkpoint", str(model), "--nproc", "1", "--max-new-tokens", "6", *way]) == 0
+        printed = out.buffer.getvalue().decode("ascii")
+        if way[0] == "--prompts":
+            assert json.loads(printed)["text"] == text
+        else:
+            assert printed.encode().decode("unicode_escape").strip() == text.strip()
 
 
 def test_one_prompt_that_is_too_long_is_refused_in_its_line(

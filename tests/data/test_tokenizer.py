@@ -30,6 +30,15 @@ def train_bpe(special=("<pad>", "</s>")):
     return tokenizer
 
 
+def without_unknown(folder):
+    """Write a tokenizer of two words, with no token for another one."""
+    folder.mkdir()
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 @pytest.fixture
 def bpe_file(tmp_path):
     path = tmp_path / "tokenizer.json"
@@ -133,6 +142,14 @@ def test_refuses_what_is_no_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((tmp_path / "noend.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text("{")
     refuse(tmp_path, "tokenizer_config.json")
+
+
+def test_refuses_a_text_that_has_no_tokens(tmp_path):
+    tokenizer = load_tokenizer(str(without_unknown(tmp_path / "words")))
+    for encode in (tokenizer.encode, tokenizer.encode_prompt, tokenizer.encode_with_ends):
+        with refused("words", "cannot encode", "unknown words", "fix: "):
+            encode("a c")
+    assert tokenizer.encode("b a").tolist() == [1, 0]
 
 
 def test_tokens_without_merges_have_ends(tmp_path):

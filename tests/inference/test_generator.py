@@ -168,6 +168,18 @@ def test_what_does_not_fit_is_refused_with_what_does() -> None:
     refuse(lambda: session.prefill(prompt(11)), "11 more tokens", "at most 10")
 
 
+def test_more_answers_than_fit_are_refused() -> None:
+    made = alone()
+    drawn = {"max_new_tokens": 10, "temperature": 1.0, "eos_ids": ()}
+    made._available = made.memory.weights + made.memory.cache(5, 40) + made.memory.prefill(40)
+    assert made.memory.most_answers(made._available, 40) == 4  # the prompt's own cache is copied for each
+    refuse(lambda: made.generate([prompt(30)], num_samples=5, **drawn), "5 answers", "40 tokens", "at most 4 answers")
+    first, *rest = made.generate([prompt(30), prompt(3)], num_samples=5, **drawn)
+    assert first.finish == "refused" and "at most 4 answers" in (first.reason or "")
+    assert [len(answer.tokens) for answer in rest] == [10] * 5
+    assert len(made.generate([prompt(30)], num_samples=4, **drawn)) == 4
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

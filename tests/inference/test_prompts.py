@@ -12,7 +12,7 @@ from bmburst.data.chat import RecordEncoder
 from bmburst.data.records import read_records
 from bmburst.data.sources import find_sources
 from bmburst.inference.prompts import Answer, PromptEncoder, TokenLogprob, read_prompts
-from tests.data.test_tokenizer import train_bpe
+from tests.data.test_tokenizer import train_bpe, without_unknown
 from tests.refusals import refused, says
 
 TEMPLATE = (
@@ -238,6 +238,7 @@ def test_bytes_get_no_special_token():
         ("[1, 2]", "[1, 2] | exactly one"),
         ('"text"', "'text' | exactly one"),
         ("{}", "none | exactly one"),
+        ('{"prompt": "a", "prompt": "b"}', "a key twice"),
         ({"promt": "a"}, "'promt' | exactly one"),
         ({"prompt": "a", "tokens": [1]}, "'prompt' | 'tokens' | exactly one"),
         ({"prompt": "a", "temperature": 1}, "'temperature' | exactly one"),
@@ -362,6 +363,15 @@ def test_a_damaged_tokenizer_configuration_is_refused(directory):
 def test_ids_of_another_tokenizer_are_refused(directory):
     with refused("--prompt", "vocabulary", "0 to 99", "fix: "):
         read_prompts(encoder(directory, vocab_size=100), prompt="return the function")
+
+
+def test_a_word_that_the_tokenizer_has_no_token_for_is_refused_by_its_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a b"}\n{"prompt": "a c"}\n')
+    words = encoder(without_unknown(tmp_path / "words"))
+    with refused("prompts.jsonl:2", "words", "UNK", "vocabulary", "fix: "):
+        read_prompts(words, prompts=path)
+    assert words.text("a b", "--prompt").tokens.tolist() == [0, 1]
 
 
 def test_an_array_of_numbers_is_refused(directory):
