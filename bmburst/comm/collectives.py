@@ -55,6 +55,12 @@ class _Pending:
         return self._received
 
 
+def number_of_groups() -> int | None:
+    """Return the number of process groups that this rank is in; None if torch keeps this private number elsewhere."""
+    names = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", None)
+    return None if names is None else len(names)
+
+
 class ProcessGroupCommunicator(MessageMover):
     """`Communicator` over a `torch.distributed` process group.
 
@@ -99,17 +105,24 @@ class ProcessGroupCommunicator(MessageMover):
         mine = next(part for part in partition if self.rank in part)
         ranks = dist.get_process_group_ranks(self._group)
         backend = dist.get_backend_config(self._group)
-        self._even_group_counts()
+        own = number_of_groups()
+        if own is None and self.is_world:  # torch names groups that all ranks make alike
+            made = [dist.new_group([ranks[rank] for rank in part], backend=backend) for part in partition]
+            return ProcessGroupCommunicator(made[list(partition).index(mine)])
+        if own is not None:
+            self._even_group_counts(own)
         group = dist.new_group([ranks[rank] for rank in mine], backend=backend, use_local_synchronization=True)
         return ProcessGroupCommunicator(group)
 
-    def _even_group_counts(self) -> None:
+    def _even_group_counts(self, own: int) -> None:
         """Let all ranks of this group be in as many process groups, by groups of one rank. Collective.
 
         torch names a group that only its own ranks make after these ranks and the number of groups that a rank is in.
         Ranks with different numbers, as after `dist.new_group` of some of them, would wait for each other forever.
+
+        Args:
+            own: The number of groups that this rank is in.
         """
-        own = len(dist.distributed_c10d._world.pg_names)
         (counts,) = self.all_gather(torch.tensor([own], device=self._device)).wait()
         for _ in range(int(counts.max()) - own):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

@@ -20,6 +20,7 @@ from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst.comm.checks import describe_tensors
 from bmburst.errors import UserError, with_fix
 from bmburst.integrations.cpm_live_batch import AntPart, BeePart, SplitSequences, SplitTokens
+from bmburst_ops.autocast import is_cast_by_autocast
 from bmburst_ops.biased import RelativeBias, ant_bias, bee_bias
 from bmburst_ops.errors import KernelError
 
@@ -128,7 +129,7 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
             wanted = f"{name} must be a tensor [batch, local_tokens, {self.dim_model}] of {dtype}"
             if not isinstance(hidden, Tensor):
                 raise UserError(f"{wanted}, got {type(hidden).__name__}\n{_GUIDE}")
-            is_cast = torch.is_autocast_enabled(hidden.device.type) and hidden.is_floating_point()
+            is_cast = torch.is_autocast_enabled(hidden.device.type) and is_cast_by_autocast(hidden)
             if hidden.dim() != 3 or hidden.shape[-1] != self.dim_model or not (hidden.dtype == dtype or is_cast):
                 raise UserError(f"{wanted}, got {describe_tensors(hidden)}\nfix: dim_model and dtype as the model's")
         return tuple(given.values())

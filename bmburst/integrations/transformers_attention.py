@@ -30,6 +30,7 @@ from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow, causal_mask
 from bmburst.schedule.tree import Tree
+from bmburst_ops.autocast import as_autocast_casts
 from bmburst_ops.flash import Partial
 
 require_release()  # this module is imported first
@@ -372,10 +373,8 @@ def attention(
     _require_exact(attention_mask, dropout, sliding_window, asked)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise _cannot("attention that is not causal", _ELSEWHERE)
-    if torch.is_autocast_enabled(query.device.type):  # norms and rotary embeddings return fp32
-        low = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(low), key.to(low), value.to(low)
-        weight = None if weight is None else weight.to(low)
+    query, key, value = as_autocast_casts((query, key, value))  # norms and rotary embeddings return fp32
+    weight = None if weight is None else as_autocast_casts((weight,))[0]
     relay = None if layer is None else layer.relay
     if relay is not None:  # keys and values have been moved to the layout of the cache
         query, attention_mask = relay.there.move(query, 2), attention_mask.laid_out(relay.layout)

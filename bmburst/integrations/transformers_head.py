@@ -26,6 +26,7 @@ from bmburst.integrations.transformers_modules import Modules, outermost
 from bmburst.sequence import gathered
 from bmburst.sequence.parts import dimension_of
 from bmburst_ops import IGNORE_INDEX
+from bmburst_ops.autocast import as_autocast_casts
 from bmburst_ops.errors import first_order
 from bmburst_ops.linear_cross_entropy import num_chunks
 from bmburst_ops.linear_logprobs import linear_logprobs, logprobs
@@ -139,10 +140,7 @@ class _Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         self.calls += 1
-        weight = self._head.weight
-        if torch.is_autocast_enabled(hidden.device.type):
-            low = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight = hidden.to(low), weight.to(low)
+        hidden, weight = as_autocast_casts((hidden, self._head.weight))
         is_one = hidden.shape[:-1] == self._shape and hidden.dtype == weight.dtype
         if self.calls > 1 or not is_one or isinstance(weight, DTensor):
             return nn.functional.linear(hidden, weight)

@@ -16,9 +16,11 @@ from bmburst.attention.graphs import outside_of_graphs
 from bmburst.attention.options import MaskOption, require_scale
 from bmburst.comm.transports import device_name
 from bmburst.errors import UserError, require_known
-from bmburst.linear.check import SequenceOptions, conv_call, require_shapes, scan_call
+from bmburst.linear.call import zero_padding
+from bmburst.linear.check import SequenceOptions, conv_call, require_device, require_shapes, scan_call, signature
 from bmburst.linear.conv import SequenceConv
 from bmburst.linear.function import SequenceScan
+from bmburst.schedule.chain import Chain
 from bmburst_ops.linear import Recurrence
 
 KINDS = ("gated_delta", "kda", "decay")
@@ -152,7 +154,7 @@ def burst_ssd(
 
     Returns:
         The output, shaped and typed as x; with `final_state` also the state, `[batch, heads, head_dim, state_size]`.
-        Padding gives `D x`, without D zero.
+        Padding gives zero.
 
     Raises:
         UserError: As `burst_linear_attention`.
@@ -162,16 +164,24 @@ def burst_ssd(
     comm = resolve_group(group)
     shared = {"A": A} | {name: t for name, t in (("D", D), ("dt_bias", dt_bias)) if t is not None}
 
-    def decide() -> tuple[None, str]:
+    options = SequenceOptions(
+        length=length, mask=mask, layout=layout, has_initial=initial_state is not None, has_final=final_state
+    )
+
+    def decide() -> tuple[Chain, str]:
         require_flag("dt_softplus", dt_softplus)
         state = {} if initial_state is None else {"initial_state": initial_state}
         _require_ssd({"x": x, "dt": dt, "B": B, "C": C}, shared | state, dt_limit)
-        return None, f"burst_ssd\ndt_limit {dt_limit}\ndt_softplus {dt_softplus}\nof all tokens {', '.join(shared)}"
+        require_device(comm, "x", x)
+        chain = options.chain(comm.size, *x.shape[:2])
+        facts = f"dt_limit {dt_limit}\ndt_softplus {dt_softplus}\nof all tokens {', '.join(shared)}"
+        return chain, signature("burst_ssd", comm, {"dt": dt} | shared, facts)
 
     with comm.first_calls("burst_ssd") as is_first:
-        comm.decided(decide)
+        chain = comm.decided(decide)
         for name, tensor in shared.items() if is_first else ():
             comm.require_alike(f"{name} of burst_ssd", tensor)
+    x, dt = zero_padding(chain, comm.rank, x, dt)
     wide = torch.promote_types(x.dtype, torch.float32)
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     step = functional.softplus(step) if dt_softplus else step
@@ -293,8 +303,8 @@ def burst_causal_conv(
         length=length, mask=mask, layout=layout, has_initial=initial_state is not None, has_final=final_state
     )
 
-    given = {"weight": weight, "bias": bias, "initial_state": initial_state}
-    shared = {name: t for name, t in given.items() if t is not None}
+    given = {"bias": bias, "initial_state": initial_state}
+    shared = {"weight": weight} | {name: t for name, t in given.items() if t is not None}
 
     def decide() -> tuple[Any, str]:
         if activation is not None:
@@ -424,5 +434,6 @@ def _require_one_dtype(tensors: dict[str, Tensor]) -> None:
 
 def _sizes(tensor: object, dims: int) -> tuple[int | None, ...]:
     """Return the shape of a tensor with that many dimensions; of anything else, and for sizes of 0, any numbers."""
-    sizes = tensor.shape if isinstance(tensor, Tensor) and tensor.dim() == dims else (None,) * dims
+    has_sizes = isinstance(tensor, Tensor) and not tensor.is_nested and tensor.dim() == dims
+    sizes = tensor.shape if isinstance(tensor, Tensor) and has_sizes else (None,) * dims
     return tuple(size or None for size in sizes)

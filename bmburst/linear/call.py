@@ -117,6 +117,24 @@ def _sent_places(call: ChainCall, device: torch.device) -> DeviceVectors:
     return copy_to_device([np.array(places, np.int64) for places in each], device, torch.int64)
 
 
+def zero_padding(chain: Chain, rank: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors `[batch, local_tokens, ...]` of a rank with zeros at its padding; as they are if it has none.
+
+    Products with parameters would otherwise add what padding holds, NaN too, to the parameters' gradients.
+    """
+    if all(piece.link >= 0 for piece in chain.pieces(rank)):
+        return tensors
+    (places,) = _sent_padding(chain, rank, tensors[0].device).here()
+    return tuple(t.flatten(0, 1).index_fill(0, places, 0).view_as(t) for t in tensors)
+
+
+@lru_cache(maxsize=64)
+def _sent_padding(chain: Chain, rank: int, device: torch.device) -> DeviceVectors:
+    pieces = [piece for piece in chain.pieces(rank) if piece.link < 0]
+    places = [piece.sample * chain.tokens + piece.offset + np.arange(piece.tokens) for piece in pieces]
+    return copy_to_device([np.concatenate(places)], device, torch.int64)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScanCall(ChainCall):
     """A checked call of a recurrence.

@@ -172,7 +172,7 @@ def scan_call(
     hops = choose_hops(comm, chain, recurrence, tensors)
     call = _scan_call(comm, chain, recurrence, kernel, hops, options.has_initial)
     described = {**inputs, **({} if initial is None else {"initial_state": initial})}
-    return call, _signature(f"recurrence {recurrence.kind}", comm, described, f"{recurrence}\n{options}")
+    return call, signature(f"recurrence {recurrence.kind}", comm, described, f"{recurrence}\n{options}")
 
 
 def conv_call(
@@ -182,7 +182,7 @@ def conv_call(
     require_device(comm, "x", inputs["x"])
     chain = options.chain(comm.size, *inputs["x"].shape[:2])
     call = _conv_call(comm, chain, activation, options.has_initial)
-    return call, _signature("causal convolution", comm, inputs, f"activation {activation}\n{options}")
+    return call, signature("causal convolution", comm, inputs, f"activation {activation}\n{options}")
 
 
 def choose_hops(comm: CheckedCommunicator, chain: Chain, recurrence: Recurrence, inputs: tuple[Tensor, ...]) -> int:
@@ -219,7 +219,15 @@ def _conv_call(comm: CheckedCommunicator, chain: Chain, activation: str | None, 
     return ConvCall(comm=comm, chain=chain, activation=activation, has_initial=has_initial)
 
 
-def _signature(name: str, comm: CheckedCommunicator, inputs: Mapping[str, Tensor], facts: str) -> str:
+def signature(name: str, comm: CheckedCommunicator, inputs: Mapping[str, Tensor], facts: str) -> str:
+    """Return the text of a call that must be equal on every rank; none where the ranks do not compare it.
+
+    Args:
+        name: The name of the call.
+        comm: The group.
+        inputs: Its inputs by name, checked.
+        facts: A line for each other value.
+    """
     if not comm.active:
         return ""
     described = [f"{key} {describe_tensors(tensor)}" for key, tensor in inputs.items()]

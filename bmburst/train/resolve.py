@@ -4,7 +4,7 @@ Its top imports no torch and no numpy, which --help does not need: functions imp
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,14 @@ def resolve(
     Raises:
         UserError: A file, key or value is wrong, or values contradict each other.
     """
-    below = overlay(*map(_layer_of, files))
-    above = read_layer(TrainConfig, options or {}, "")
+    layers = [_layer_of(file) for file in files]
+    below, above = overlay(*layers), read_layer(TrainConfig, options or {}, "")
     given = overlay(read_layer(TrainConfig, defaults or {}, ""), below, above)
     _follow_adapter(given)
-    has_two_models = "preset" in above and _names_whole_model(below)
-    if has_two_models and preset(above["preset"]) != build_config(TrainConfig, below).model:
+    whole = next((n for n in range(1, 1 + len(files)) if _names_whole_model(overlay(*layers[:n]))), None)
+    if "preset" in above and whole and _model_of(layers, above) != _model_of(layers[whole:], above):
         raise UserError(
-            f"preset '{above['preset']}' has no effect: {files[-1]} gives every field of the model\n"
+            f"preset '{above['preset']}' has no effect: {files[whole - 1]} gives every field of the model\n"
             "fix: leave --preset out, or 'model' out of the file"
         )
     if "epochs" in above and "steps" in above and above["epochs"] is not None:
@@ -360,6 +360,12 @@ def _tokenizer_of(folder: str | Path) -> str | None:
 def _names_whole_model(layer: Mapping[str, Any]) -> bool:
     required = {leaf.name for leaf in leaves(LlamaConfig) if "." not in leaf.name}
     return required <= set(layer.get("model") or {})
+
+
+def _model_of(layers: Sequence[Mapping[str, Any]], above: Mapping[str, Any]) -> LlamaConfig:
+    """Return the model of the layers of files under the preset and the fields of the model that options give."""
+    given = overlay(*({name: each[name] for name in ("preset", "model") if name in each} for each in (*layers, above)))
+    return build_config(LlamaConfig, overlay(_base_model(given), given.get("model") or {}), "model.")
 
 
 def _base_model(given: Mapping[str, Any]) -> dict[str, Any]:

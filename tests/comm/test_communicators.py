@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import bmburst
-from bmburst.comm.collectives import ProcessGroupCommunicator
+from bmburst.comm import collectives
+from bmburst.comm.collectives import ProcessGroupCommunicator, number_of_groups
 from bmburst.comm.groups import communicator
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape, current_mesh, using_mesh
@@ -202,6 +203,15 @@ def _over_gloo(folder):
                 communicator(group)
         group = dist.new_group([1], use_local_synchronization=True) if world.rank == 1 else None
         assert group is None or communicator(group).rank == 0
+        with pytest.MonkeyPatch.context() as patch:  # as of a torch that does not tell it
+            patch.delattr(type(dist.distributed_c10d._world), "pg_names")
+            assert number_of_groups() is None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "number_of_groups", lambda: None)
+            alone = ProcessGroupCommunicator(dist.group.WORLD).split([[1], [0]])
+            assert (alone.rank, alone.size) == (0, 1)
+            (total,) = ProcessGroupCommunicator(dist.group.WORLD).split([[0, 1]]).all_reduce(torch.ones(1)).wait()
+            assert total == 2
     if world.size == 4:
         before = dist.distributed_c10d._world.pg_map.copy()
         check_mesh(Mesh.over_process_group(data=4), 4, 1)

@@ -132,6 +132,8 @@ def of_modules():
         refuses(lambda w=wrong: attention(x, w, mask, table), f"hidden_kv {wanted} {kind}")
     with torch.autocast("cpu", torch.bfloat16):  # which casts what it multiplies
         assert attention(x.bfloat16(), x.bfloat16(), mask, table).shape == x.shape
+        words = f"hidden_q {wanted} float64[2, 21, {WIDTH}] | fix: dim_model"  # but not fp64
+        refuses(lambda: attention(x.double(), x, mask, table), words)
 
     q, table = torch.zeros(2, 21, HEADS, DIM_HEAD), table.detach()
     for name, kind in (

@@ -229,6 +229,15 @@ def test_autocast_multiplies_in_its_dtype() -> None:
     assert model.lm_head.weight.grad is not None and model.lm_head.weight.grad.dtype == torch.float32
 
 
+def test_autocast_leaves_fp64_as_it_is() -> None:
+    """As torch's own products do, with which what ours return is multiplied."""
+    model = _model("llama").double()
+    part = SplitSequences(ALONE).part(IDS)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = part.loss(model)
+    assert found.item() == pytest.approx(part.loss(model).item(), rel=RELATIVE)
+
+
 @pytest.mark.long
 def test_compiled_parts_of_layers_have_a_graph_before_attention_and_one_after() -> None:
     torch.compiler.reset()  # torch keeps what it decided about the same functions in other tests

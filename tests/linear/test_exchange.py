@@ -91,6 +91,16 @@ def test_ranks_that_disagree(comm):
         bmburst.burst_linear_attention(**frozen, kind="decay", initial_state=state, group=comm)
 
 
+@on_ranks(2)
+def test_ranks_that_hold_weights_of_other_dtypes(comm):
+    """They would round differently, and exchange gradients of different sizes."""
+    given = inputs("ssd", 4)
+    for name in ("A", "D", "dt_bias", "dt"):
+        other = given[name].detach().float() if comm.rank else given[name]
+        with refused(f"disagree | {name} | float32"):
+            bmburst.burst_ssd(**given | {name: other}, group=comm)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_hold_other_weights_or_states(kind):
     """Each rank would compute its tokens with its own."""

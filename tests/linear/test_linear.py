@@ -83,6 +83,27 @@ def test_a_rank_without_a_real_token():
         run_ranks(5, lambda comm, layout=layout: [compare(comm, kind, ((6,),), layout) for kind in KINDS])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_padding_holds_reaches_nothing(kind):
+    """Not even a NaN in it: rows behind the documents of one sample, and what the layout adds, on a rank or all."""
+
+    def found(comm, layout, padding):
+        case, masks = problem(kind, 2, 7), (bmburst.Documents((2, 3)), bmburst.Documents((7,)))
+        cut = bmburst.SequenceShard.cut(7, layout=layout, size=comm.size, rank=comm.rank)
+        tokens = {name: bmburst.shard(t, layout=layout, group=comm).clone() for name, t in case.tokens.items()}
+        real = torch.stack([cut.take((torch.arange(7) < n)[None])[0] for n in (5, 7)])
+        real[:, cut.real_tokens :] = False
+        leaves = [t.masked_fill_(~real.view(*real.shape, *[1] * (t.dim() - 2)), padding) for t in tokens.values()]
+        leaves = [t.requires_grad_() for t in (*leaves, *case.shared.values())]
+        out = FUNCTIONS[kind](**tokens, **case.shared, **case.options, mask=masks, layout=layout, group=comm)
+        assert not out[~real].any()
+        return torch.autograd.grad(out.sum(), leaves)
+
+    for size, layout in ((1, "zigzag"), (2, "zigzag"), (3, "contiguous")):
+        for zeros, others in zip(*(run_ranks(size, found, layout, value) for value in (0.0, torch.nan)), strict=True):
+            assert all(map(torch.equal, zeros, others))
+
+
 def _leaking(chain):
     """Return the flags of links as if the sequence were one document."""
     return tuple(tuple(bool(link.start) or not starts for starts in chain.starts) for link in chain.links)

@@ -52,6 +52,11 @@ LINEAR, CONV = "gated_delta", "conv"
         ("ssd", {"A": torch.zeros(3)}, "A must be [heads] | [3] | allowed: [4]"),
         ("scan", {"a": torch.zeros(2, 6, 4, 2)}, "a must be | [2, 6, 4, 2] | allowed: [2, 6, 4, 3]"),
         ("scan", {"b": torch.zeros(2, 6)}, "b must be [batch, local_tokens, channels, ...] | [2, 6]"),
+        *(
+            (kind, {name: torch.nested.nested_tensor([torch.zeros(2, 3)])}, f"{name} must be a dense tensor | nested")
+            for kind, name in ((LINEAR, "q"), (LINEAR, "v"), ("ssd", "x"), ("ssd", "B"), ("scan", "b"), (CONV, "x"))
+        ),
+        (CONV, {"weight": None}, "weight must be a torch tensor | NoneType | [channels, width]"),
         (CONV, {"bias": torch.zeros(5)}, "weight and bias must share one dtype | torch.float32"),
         (CONV, {"activation": "relu"}, "unknown activation 'relu' | silu"),
         (CONV, {"weight": torch.zeros(3, 4)}, "weight must be [channels, width] | [3, 4] | allowed: [5, any]"),

@@ -93,6 +93,20 @@ def test_a_preset_that_a_file_leaves_without_effect_is_refused(tmp_path):
     says(refusal_of(resolve, (path,), {"preset": "llama-4"}), "preset", "'llama-4'", "llama-3-8b")
 
 
+def test_the_same_preset_and_fields_of_the_model_begin_a_run_and_go_on_with_it(tmp_path):
+    """As `--resume auto` reads them: above the whole configuration that the run has written."""
+    options = {"preset": "llama-2-7b", "model.num_layers": "3", "model.max_position_embeddings": "64"}
+    options |= {"sequence_length": "32"}
+    mine = write(tmp_path / "mine.json", {"model": {"hidden_size": 64}})
+    for files in ((), (mine,)):
+        begun = resolve(files, options)
+        path = write_run_config(begun, tmp_path)
+        assert resolve((path, *files), options) == begun
+    assert resolve((path, mine), options | {"model.num_layers": "5"}).model.num_layers == 5  # a resume then refuses it
+    words = ("llama-2-7b", "no effect", str(path), "fix: leave --preset out")
+    says(refusal_of(resolve, (path, mine), {"preset": "llama-2-7b", "model.num_layers": "3"}), *words)
+
+
 def test_head_dim_follows_an_overridden_width():
     assert resolve((), {"model.hidden_size": "64"}).model.head_dim == 16
     assert resolve((), {"model.num_heads": "8"}).model.head_dim == 16
