@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import io
 import json
 import os
 import sys
@@ -225,8 +224,6 @@ class _AnswerPrinter:
         from bmburst.inference.answering import Progress
 
         total = sum(map(len, self._prompts))
-        if self._is_main and isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a locale may have no such characters
         with ExitStack() as stack:
             if self._output is not None and self._is_main:
                 self._file = self._output.open("w", encoding="utf-8")
@@ -248,8 +245,7 @@ class _AnswerPrinter:
     def _text(self, prompt: int, sample: int, text: str) -> None:
         del prompt, sample
         if self._streams:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            print(_printable(text), end="", flush=True)
 
     def _answer(self, prompt: int, answer: "Answer") -> None:
         """Print answers in the order of their prompts, each as soon as all earlier ones are complete."""
@@ -269,17 +265,19 @@ class _AnswerPrinter:
                 self._file.write(answer.to_json() + "\n")
                 self._file.flush()
         elif not self._streams:
-            is_text = not self._are_lines and answer.text is not None
-            print(answer.text if is_text else _encodable(answer.to_json(), sys.stdout.encoding), flush=True)
+            is_line = self._are_lines or answer.text is None
+            print(_printable_json(answer.to_json()) if is_line else _printable(answer.text or ""), flush=True)
 
 
-def _encodable(line: str, encoding: str | None) -> str:
-    """Return a line of JSON as it stands, or in ASCII if an encoding has not all of its characters."""
-    try:
-        line.encode(encoding or "utf-8")
-    except UnicodeEncodeError:
-        return json.dumps(json.loads(line))
-    return line
+def _printable(text: str) -> str:
+    """Return a text with escapes for the characters that the encoding of standard output lacks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _printable_json(line: str) -> str:
+    """Return a line of JSON, in ASCII if the encoding of standard output lacks some of its characters."""
+    return line if _printable(line) == line else json.dumps(json.loads(line))
 
 
 def _summarize(answers: "list[Answer]") -> None:

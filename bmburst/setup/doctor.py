@@ -137,21 +137,18 @@ def flash_attention_4(name: str, gpus: list[int] | None = None, machine: "Machin
 
 def linear_attention(name: str, gpus: list[int] | None = None, machine: "Machine | None" = None) -> Finding:
     """Check whether Triton computes recurrent layers on GPUs, by default this machine's, by its rules of versions."""
-    from bmburst_ops.fragments import PROGRAMS
     from bmburst_ops.linear.triton import unusable
     from bmburst_ops.machine import HERE
 
     gpus, machine = capabilities() if gpus is None else gpus, machine or HERE
     if not gpus:
         return Finding(name, "note", "needs a GPU")
-    refusals = {
-        kind: found for kind in PROGRAMS for sm in gpus if (found := unusable((sm // 10, sm % 10), kind, machine))
-    }
-    if refusals:
-        status: Status = "missing" if machine.version("triton") is None else "broken"
-        reason, fix = next(iter(refusals.values()))
-        return Finding(name, status, f"{', '.join(refusals)} run in plain torch: {reason}", fix)
-    return Finding(name, "ok", f"{', '.join(PROGRAMS)} by Triton")
+    version = machine.version("triton")
+    for sm in sorted(gpus):
+        if (found := unusable((sm // 10, sm % 10), machine)) is not None:
+            status: Status = "missing" if version is None else "broken"
+            return Finding(name, status, f"they run in plain torch: {found[0]}", found[1])
+    return Finding(name, "ok", f"Triton {'.'.join(map(str, version or ()))}")
 
 
 def _caches_of_gpus(name: str) -> Finding:

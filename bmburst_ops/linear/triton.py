@@ -15,27 +15,25 @@ from bmburst_ops.machine import HERE, Machine
 NAME = "triton"
 _MOST_KEY_DIM = 256
 _AMPERE, _HOPPER = (8, 0), 9
-_RIGHT = (3, 7, 1)  # on Hopper for all kinds
-_TRIED = (3, 6)  # on Hopper, with all patches of it, for the kinds but KDA
+_RIGHT, _TRIED = (3, 7, 1), (3, 6)  # on Hopper: from the first on, and the second with all its patches
 
 
-def unusable(capability: tuple[int, int], kind: str, machine: Machine = HERE) -> tuple[str, str] | None:
-    """Return why Triton cannot compute a kind on a GPU of a compute capability, and the fix; None: it can.
+def unusable(capability: tuple[int, int], machine: Machine = HERE) -> tuple[str, str] | None:
+    """Return why Triton cannot compute recurrences on a GPU of a compute capability, and the fix; None: it can.
 
-    On Hopper, Triton 3.4 to 3.7.0 compiles some kernels wrongly: with 3.6, that of KDA's gradients reads memory that is
-    not its own. Those of the other kinds were compared with fp64 there, with 3.6 and 3.7.1.
+    On Hopper, Triton 3.4 to 3.7.0 compiles some kernels wrongly. These were compared with fp64 there, with 3.6 and
+    3.7.1.
     """
     version = machine.version("triton")
     if version is None:
         return "the package triton is not installed", "pip install triton"
     if capability < _AMPERE:
         return "they need a GPU of compute capability 8.0 or newer", "kernel='reference'"
-    if capability[0] != _HOPPER or version >= _RIGHT or (kind != "kda" and version[:2] == _TRIED):
+    if capability[0] != _HOPPER or version >= _RIGHT or version[:2] == _TRIED:
         return None
-    found, known = ".".join(map(str, version)), "from 3.7.1 on" if kind == "kda" else "3.6, and from 3.7.1 on"
     return (
-        f"Triton {found} may compile kernels of '{kind}' wrongly for Hopper; allowed: {known}",
-        "torch 2.13, which has Triton 3.7.1",
+        f"Triton {'.'.join(map(str, version))} may compile them wrongly for Hopper; allowed: 3.6, and from 3.7.1 on",
+        "torch 2.11, which has Triton 3.6, or torch 2.13, which has 3.7.1",
     )
 
 
@@ -55,7 +53,7 @@ class TritonKernel:
             return f"it takes q, k and v in bfloat16 or float16, not {v.dtype}"
         if q.shape[-1] > _MOST_KEY_DIM:
             return f"it has a key_dim of at most {_MOST_KEY_DIM}, not {q.shape[-1]}"
-        found = _unusable(q.device, recurrence.kind)
+        found = _unusable(q.device)
         return None if found is None else f"{found[0]}\nfix: {found[1]}"
 
     def prepare(
@@ -71,5 +69,5 @@ class TritonKernel:
 
 
 @cache
-def _unusable(device: torch.device, kind: str) -> tuple[str, str] | None:
-    return unusable(torch.cuda.get_device_capability(device), kind)
+def _unusable(device: torch.device) -> tuple[str, str] | None:
+    return unusable(torch.cuda.get_device_capability(device))

@@ -184,7 +184,7 @@ def _scan(
 
 
 @triton.jit
-def sums_of(chosen, each, part: tl.constexpr):
+def _sums_of(chosen, each, part: tl.constexpr):
     """Return the sums of the chosen rows, as products of ones with 8 bits of each number at a time, which are exact.
 
     They take less time than sums along rows that several warps hold. In Triton's interpreter, a part has all bits.
@@ -245,8 +245,8 @@ def _tile_kernel(
         each = tl.load(decays + at_tile, mask=is_key, other=0.0).to(tl.float32) * 1.4426950408889634  # 1 / ln 2
         if tl.min(each) < -12.5:
             each = _limited(each, chunk, group, width)
-        later = sums_of(rows[:, None] < rows[None, :], each, part)
-        each = sums_of(rows[:, None] >= rows[None, :], each, part)
+        later = _sums_of(rows[:, None] < rows[None, :], each, part)
+        each = _sums_of(rows[:, None] >= rows[None, :], each, part)
         tl.store(sums + at_tile, each, mask=is_key)
         query = tl.load(queries + in_keys + channels[None, :], mask=is_key, other=0.0) * of_query[:, None]
         key = tl.load(keys + in_keys + channels[None, :], mask=is_key, other=0.0) * of_key[:, None]

@@ -18,7 +18,7 @@ from torch import Tensor
 from bmburst_ops.fragments import CHUNK
 from bmburst_ops.linear.spans import Fragments
 from bmburst_ops.linear.tiles import COLUMNS, floats
-from bmburst_ops.linear.triton_kda import GROUP, Chunks, reference_of, sums_of
+from bmburst_ops.linear.triton_kda import GROUP, Chunks, reference_of
 from bmburst_ops.linear.triton_norms import before_norms
 
 _CHANNELS = 32  # of keys for a program
@@ -189,8 +189,8 @@ def _gradient_kernel(
     is_last = (rows == count - 1)[:, None]
     of_sum = query * of_query + wide * (rate * of_read - of_key) + tl.where(is_last, total, 0.0)
     at_tile = first * key_dim + rows[:, None] * (heads * key_dim) + channels[None, :]
-    part: tl.constexpr = tl.float32 if keys.dtype.element_ty == tl.float32 else tl.bfloat16
-    tl.store(dg + at_tile, sums_of(rows[:, None] <= rows[None, :], of_sum, part), mask=is_key)
+    # not a product with ones, which takes longer here, and which Triton 3.6 compiles wrongly for Hopper
+    tl.store(dg + at_tile, tl.cumsum(of_sum, 0, reverse=True), mask=is_key)
     tl.store(dbeta + block.to(tl.int64) * tokens + first + rows * heads, tl.sum(wide * of_read, 1), mask=inside)
     of_key += rate * of_read
     tl.store(dq + at_tile, (of_query + alone * wide).to(dq.dtype.element_ty), mask=is_key)

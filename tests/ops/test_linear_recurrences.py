@@ -129,21 +129,20 @@ def test_the_definition_against_dense_matrices(kind):
 
 
 @pytest.mark.parametrize(
-    ("found", "capability", "kind", "words"),
+    ("found", "capability", "words"),
     [
-        ({}, (8, 0), "kda", ("triton", "pip install")),
-        ({"triton": (3, 7, 1)}, (7, 5), "decay", ("8.0", "reference")),
-        ({"triton": (3, 6, 0)}, (9, 0), "kda", ("Triton 3.6.0", "kda", "Hopper", "3.7.1")),
-        ({"triton": (3, 7, 0)}, (9, 0), "decay", ("Triton 3.7.0", "decay", "3.6", "3.7.1")),
-        ({"triton": (3, 5, 1)}, (9, 0), "gated_delta", ("Triton 3.5.1", "gated_delta")),
-        ({"triton": (3, 6, 0)}, (9, 0), "gated_delta", None),
-        ({"triton": (3, 6, 0)}, (8, 0), "kda", None),
-        ({"triton": (3, 7, 1)}, (9, 0), "kda", None),
-        ({"triton": (3, 8, 0)}, (9, 0), "decay", None),
+        ({}, (8, 0), ("triton", "pip install")),
+        ({"triton": (3, 7, 1)}, (7, 5), ("8.0", "reference")),
+        ({"triton": (3, 7, 0)}, (9, 0), ("Triton 3.7.0", "Hopper", "3.6", "3.7.1", "torch 2.13")),
+        ({"triton": (3, 5, 1)}, (9, 0), ("Triton 3.5.1", "Hopper")),
+        ({"triton": (3, 6, 0)}, (9, 0), None),
+        ({"triton": (3, 5, 1)}, (8, 0), None),
+        ({"triton": (3, 7, 1)}, (9, 0), None),
+        ({"triton": (3, 8, 0)}, (9, 0), None),
     ],
 )
-def test_versions_are_checked_before_forward(found, capability, kind, words):
-    reason = unusable(capability, kind, AnotherMachine(installed=found))
+def test_versions_are_checked_before_forward(found, capability, words):
+    reason = unusable(capability, AnotherMachine(installed=found))
     assert (reason is None) == (words is None)
     assert words is None or all(word in " ".join(reason) for word in words)
 

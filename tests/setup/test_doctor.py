@@ -285,12 +285,12 @@ def test_an_old_beta_of_flash_attention_4_is_broken(monkeypatch):
     ("gpus", "installed", "status", "words", "fix"),
     [
         ([], {}, "note", "needs a GPU", ""),
-        ([90], {}, "missing", "gated_delta, kda, decay | plain torch | triton", "pip install triton"),
-        ([90], {"triton": (3, 6, 0)}, "broken", "kda run | Triton 3.6.0 | Hopper | 3.7.1", "torch 2.13"),
-        ([80, 90], {"triton": (3, 5, 1)}, "broken", "gated_delta, kda, decay run | Hopper | 3.6", "torch 2.13"),
+        ([90], {}, "missing", "plain torch | triton", "pip install triton"),
+        ([80, 90], {"triton": (3, 7, 0)}, "broken", "plain torch | Triton 3.7.0 | Hopper | 3.6 | 3.7.1", "torch 2.13"),
         ([75], {"triton": (3, 7, 1)}, "broken", "8.0", "reference"),
-        ([80], {"triton": (3, 6, 0)}, "ok", "kda", ""),
-        ([90], {"triton": (3, 7, 1)}, "ok", "kda", ""),
+        ([80], {"triton": (3, 7, 0)}, "ok", "3.7.0", ""),
+        ([90], {"triton": (3, 6, 0)}, "ok", "3.6.0", ""),
+        ([90], {"triton": (3, 7, 1)}, "ok", "3.7.1", ""),
     ],
 )
 def test_kernels_of_recurrent_layers_have_rules_of_versions(gpus, installed, status, words, fix):
