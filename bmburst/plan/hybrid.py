@@ -36,7 +36,7 @@ from bmburst_ops.fragments import CHUNK, DELTA_KINDS, fragment_tokens, fragments
 
 _MEASURED = 65_536 * 32 * 128 * 128  # tokens times numbers of a state
 RECURRENCE = MappingProxyType(
-    {"decay": 6.7e-3 / _MEASURED, "gated_delta": 11.5e-3 / _MEASURED, "kda": 26.0e-3 / _MEASURED}
+    {"decay": 6.7e-3 / _MEASURED, "gated_delta": 11.5e-3 / _MEASURED, "kda": 24.6e-3 / _MEASURED}
 )
 """Seconds for a token and a number of a state, both passes, by the kind of recurrence. Measured with 65,536 tokens and
 32 heads of 128 x 128 on an H200, without exchange. Other machines are assumed to be as fast."""

@@ -25,6 +25,7 @@ def test_graphs_change_no_bit():
     _graphs_change_no_bit()
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @on_program(2, on_gpus=True, seconds=300)
 def test_graphs_change_no_bit_over_two_gpus():
     _graphs_change_no_bit()
