@@ -4,7 +4,6 @@
 loss. docs/hugging_face.md is the guide.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from bmburst.integrations.transformers_head import (
     decided_tokens,
     label_logps,
     label_logps_of,
+    require_temperature,
 )
 from bmburst.integrations.transformers_models import (
     positions_of,
@@ -199,28 +199,29 @@ class Part:
         loss = global_mean(summed, total, self.mesh.world.size) + nan_of_none(total)
         return loss, router_share(model, shares) if routed else None, total
 
-    def row_logps(self, model: torch.nn.Module, **inputs: object) -> list[Tensor]:
+    def row_logps(self, model: torch.nn.Module, *, temperature: float = 1.0, **inputs: object) -> list[Tensor]:
         """Return on every rank the log-probabilities of the labels of each row of a packed tree.
 
         They are those of the rows one by one, and differentiable, for any loss of them. DDP and FSDP2 average gradients
         over ranks: they compute the gradient of the mean over ranks of the ranks' losses. Logits are computed for some
-        thousand tokens at a time, as in `loss`. The arguments are those of `logits`.
+        thousand tokens at a time, as in `loss`. The arguments are those of `logits`, and `temperature` as in `logps`.
 
         Returns:
             For each row `[tokens of the row - 1]` in nats, fp32 or wider: of its tokens from the second on; 0 where a
             label does not count.
 
         Raises:
-            UserError: As in `logits`, or the part is not of a tree.
+            UserError: As in `logps`, or the part is not of a tree.
         """
 
-        def decide() -> tuple[PackedTree, str]:
+        def decide() -> tuple[tuple[PackedTree, float], str]:
             if self.tree is None:
                 problem = "row_logps is for rows that are packed as trees, but this part is of a plain batch"
                 raise UserError(f"{problem}\nfix: split.part(tree=bmburst.pack_tree(rows))")
-            return self.tree, "Part.row_logps"
+            return (self.tree, require_temperature(temperature)), f"Part.row_logps\ntemperature {temperature}"
 
-        return _decided(self.mesh, decide).counted_rows(self.whole(self._logps(model, inputs)[0])[0])
+        tree, divisor = _decided(self.mesh, decide)
+        return tree.counted_rows(self.whole(self._logps(model, inputs, divisor)[0])[0])
 
     @property
     def label_count(self) -> Tensor:
@@ -250,11 +251,9 @@ class Part:
         """
 
         def decide() -> tuple[float, str]:
-            is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-            if not is_number or not 0 < temperature < math.inf:
-                raise UserError(f"temperature is {temperature!r}\nallowed: a number above 0\nfix: temperature=1.0")
+            divisor = require_temperature(temperature)
             require_flag("entropy", entropy)
-            return float(temperature), f"Part.logps\ntemperature {temperature}\nentropy {entropy}"
+            return divisor, f"Part.logps\ntemperature {temperature}\nentropy {entropy}"
 
         return self._logps(model, inputs, _decided(self.mesh, decide), entropy)
 

@@ -10,6 +10,7 @@ A model that changes its logits after the head (softcap, scale, forbidden tokens
 detected: the model then returns something other than the result of the head, be it in another dtype.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,13 @@ _MARK = 1024.0
 
 OfHead = Callable[[Tensor, Tensor], Tensor]
 """Returns a tensor of one dimension for hidden states `[batch, local_tokens, features]` and the head's weight."""
+
+
+def require_temperature(temperature: object) -> float:
+    """Return a temperature of log-probabilities; UserError if it is no finite number above 0."""
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        raise UserError(f"temperature is {temperature!r}\nallowed: a number above 0\nfix: temperature=1.0")
+    return float(temperature)
 
 
 def label_logps(labels: Tensor, temperature: float = 1.0, *, entropy: bool = False) -> OfHead:

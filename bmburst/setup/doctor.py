@@ -147,7 +147,7 @@ def linear_attention(name: str, gpus: list[int] | None = None, machine: "Machine
     for sm in sorted(gpus):
         if (found := unusable((sm // 10, sm % 10), machine)) is not None:
             status: Status = "missing" if version is None else "broken"
-            return Finding(name, status, f"they run in plain torch: {found[0]}", found[1])
+            return Finding(name, status, f"in plain torch: {found[0]}", found[1])
     return Finding(name, "ok", f"Triton {'.'.join(map(str, version or ()))}")
 
 

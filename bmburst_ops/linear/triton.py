@@ -28,11 +28,12 @@ def unusable(capability: tuple[int, int], machine: Machine = HERE) -> tuple[str,
     if version is None:
         return "the package triton is not installed", "pip install triton"
     if capability < _AMPERE:
-        return "they need a GPU of compute capability 8.0 or newer", "kernel='reference'"
+        return "its kernels need a GPU of compute capability 8.0 or newer", "kernel='reference'"
     if capability[0] != _HOPPER or version >= _RIGHT or version[:2] == _TRIED:
         return None
+    found = ".".join(map(str, version))
     return (
-        f"Triton {'.'.join(map(str, version))} may compile them wrongly for Hopper; allowed: 3.6, and from 3.7.1 on",
+        f"Triton {found} may compile its kernels wrongly for Hopper; allowed: 3.6, and from 3.7.1 on",
         "torch 2.11, which has Triton 3.6, or torch 2.13, which has 3.7.1",
     )
 

@@ -111,6 +111,26 @@ def test_rows_of_a_tree_equal_the_rows_one_by_one(
         run_ranks(size, body, size == 2)
 
 
+def test_logits_of_rows_are_divided_by_a_temperature() -> None:
+    model = _model()
+    own = copy.deepcopy(model)
+    own.set_attn_implementation("eager")
+    expected = []
+    for row, labels in zip(ROWS, LABELS, strict=True):
+        logits = own(torch.tensor([row]), use_cache=False).logits[0, :-1] / 0.7
+        logps = logits.log_softmax(-1).gather(-1, torch.tensor(row)[1:, None])[:, 0]
+        expected.append(logps.masked_fill(torch.tensor(labels[1:]) == IGNORE_INDEX, 0))
+
+    def body(world: CheckedCommunicator) -> None:
+        part = SplitSequences(mesh_of(world)).part(tree=pack_tree(ROWS, LABELS, least_saved=1))
+        found = part.row_logps(copy.deepcopy(model), temperature=0.7)
+        assert [len(row) for row in found] == [len(row) for row in expected]
+        wanted = torch.cat(expected)
+        assert float((torch.cat(found) - wanted).norm() / wanted.norm()) < RELATIVE
+
+    run_ranks(2, body)
+
+
 def test_a_layer_computes_a_shared_prompt_once_and_no_head_holds_all_logits() -> None:
     model = _model()
     shapes: dict[str, list[tuple[int, ...]]] = {"layer": [], "head": []}
@@ -163,6 +183,7 @@ REFUSED: list[tuple[Callable[[SplitSequences], object], str]] = [
     (lambda split: split.part(torch.zeros(1, 3).long(), documents=Tree([-1, 0], [1, 2])), "tree=bmburst.pack_tree"),
     (lambda split: split.part(torch.tensor([ROWS[0]])).row_logps(_model()), "row_logps | plain batch | pack_tree"),
     (lambda split: split.part(tree=_tree()).row_logps(_model(), labels=1), "labels | split.part"),
+    (lambda split: split.part(tree=_tree()).row_logps(_model(), temperature=0), "temperature | above 0"),
     (lambda split: split.part(tree=_tree()).row_logps(np.zeros(2)), "ndarray | fix: "),  # which has no hash
     (lambda split: split.part(tree=_tree()).loss(_model("mistral", sliding_window=7)), "window of 7 | tree | of 13"),
     (
