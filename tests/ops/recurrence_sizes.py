@@ -8,7 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bmburst_ops.fragments import CHUNK
-from bmburst_ops.linear import tiles, triton_decay, triton_gated_delta, triton_kda, triton_kda_gradients
+from bmburst_ops.linear import tiles, triton_decay, triton_gated_delta, triton_kda, triton_kda_gradients, triton_norms
 from bmburst_ops.linear.spans import all_fragments
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes of shared memory for a program, by compute capability
@@ -79,7 +79,7 @@ def run(key_dim):
     triton_kda_gradients.input_gradients(chunks, q, k, v, beta, grad, of_chunks, 1.0, fragments)
 
 
-modules = triton_gated_delta, triton_decay, triton_kda, triton_kda_gradients
+modules = triton_gated_delta, triton_decay, triton_kda, triton_kda_gradients, triton_norms
 kernels = [(each, name, kernel) for each in modules for name, kernel in vars(each).items() if name.endswith("_kernel")]
 for capability, shared in SHARED.items():
     tiles.shared_memory = lambda _, shared=shared: shared
