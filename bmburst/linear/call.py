@@ -122,15 +122,18 @@ def zero_padding(chain: Chain, rank: int, *tensors: Tensor) -> tuple[Tensor, ...
 
     Products with parameters would otherwise add what padding holds, NaN too, to the parameters' gradients.
     """
-    if all(piece.link >= 0 for piece in chain.pieces(rank)):
+    sent = _sent_padding(chain, rank, tensors[0].device)
+    if sent is None:
         return tensors
-    (places,) = _sent_padding(chain, rank, tensors[0].device).here()
+    (places,) = sent.here()
     return tuple(t.flatten(0, 1).index_fill(0, places, 0).view_as(t) for t in tensors)
 
 
 @lru_cache(maxsize=64)
-def _sent_padding(chain: Chain, rank: int, device: torch.device) -> DeviceVectors:
+def _sent_padding(chain: Chain, rank: int, device: torch.device) -> DeviceVectors | None:
     pieces = [piece for piece in chain.pieces(rank) if piece.link < 0]
+    if not pieces:
+        return None
     places = [piece.sample * chain.tokens + piece.offset + np.arange(piece.tokens) for piece in pieces]
     return copy_to_device([np.concatenate(places)], device, torch.int64)
 
