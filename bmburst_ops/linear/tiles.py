@@ -36,6 +36,11 @@ def room_for_loads(keys: Tensor) -> int:
     return shared_memory(keys.device) - SCRATCH
 
 
+def columns_of_states(keys: Tensor) -> int:
+    """Return the columns of a state for a program of the delta kinds: half where keys are wide and memory is small."""
+    return COLUMNS // 2 if keys.shape[3] > WIDE and room_for_loads(keys) < ROOM else COLUMNS
+
+
 def kernel_sizes(
     keys: Tensor, values: Tensor, *, tiles: int, narrow: int, stages: int, columns: int = COLUMNS
 ) -> dict[str, int]:

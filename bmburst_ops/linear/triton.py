@@ -12,7 +12,6 @@ from bmburst_ops.fragments import PROGRAMS, fragment_tokens
 from bmburst_ops.linear.kernel import Inputs, Pieces, PreparedScan, Recurrence
 from bmburst_ops.machine import HERE, Machine
 
-NAME = "triton"
 _MOST_KEY_DIM = 256
 _AMPERE, _HOPPER = (8, 0), 9
 _RIGHT, _TRIED = (3, 7, 1), (3, 6)  # on Hopper: from the first on, and the second with all its patches
@@ -41,7 +40,7 @@ def unusable(capability: tuple[int, int], machine: Machine = HERE) -> tuple[str,
 class TritonKernel:
     """See `bmburst_ops.linear.kernel.LinearKernel`."""
 
-    name = NAME
+    name = "triton"
 
     def refusal(self, recurrence: Recurrence, inputs: Inputs) -> str | None:
         """See `LinearKernel.refusal`."""

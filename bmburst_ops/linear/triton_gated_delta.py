@@ -32,15 +32,12 @@ from bmburst_ops.fragments import CHUNK
 from bmburst_ops.linear.kernel import EPSILON
 from bmburst_ops.linear.spans import Fragments, Spans
 from bmburst_ops.linear.tiles import (
-    COLUMNS,
-    ROOM,
-    WIDE,
     chunk_tiles,
+    columns_of_states,
     divided,
     floats,
     gradient_sizes,
     kernel_sizes,
-    room_for_loads,
     unit_inverse,
 )
 
@@ -206,9 +203,8 @@ def _scan(
 
 
 def _sizes(chunks: Chunks, values: Tensor, tiles: int, stages: int) -> dict[str, int]:
-    """Return the constants of a kernel: of wide keys, half as many columns where shared memory is small."""
-    is_narrow = chunks.keys.shape[3] > WIDE and room_for_loads(chunks.keys) < ROOM
-    columns = COLUMNS // 2 if is_narrow else COLUMNS
+    """Return the constants of a kernel."""
+    columns = columns_of_states(chunks.keys)
     return kernel_sizes(chunks.keys, values, tiles=tiles, narrow=2, stages=stages, columns=columns)
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from bmburst_ops.fragments import CHUNK
 from bmburst_ops.linear.kernel import EPSILON
 from bmburst_ops.linear.spans import Fragments, Spans
-from bmburst_ops.linear.tiles import COLUMNS, ROOM, WIDE, divided, floats, kernel_sizes, room_for_loads, unit_inverse
+from bmburst_ops.linear.tiles import columns_of_states, divided, floats, kernel_sizes, unit_inverse
 
 GROUP = 16
 """Rows of a group; see above."""
@@ -174,10 +174,8 @@ def _scan(
     stages: int,
 ) -> None:
     """Launch a scan: a program for each fragment, head and block of `columns`. `given` begins with the values."""
-    keys = chunks.reading
-    is_narrow = keys.shape[3] > WIDE and room_for_loads(keys) < ROOM
-    width = COLUMNS // 2 if is_narrow else COLUMNS
-    sizes = kernel_sizes(keys, given[0], tiles=tiles, narrow=narrow, stages=stages, columns=width)
+    width = columns_of_states(chunks.reading)
+    sizes = kernel_sizes(chunks.reading, given[0], tiles=tiles, narrow=narrow, stages=stages, columns=width)
     grid = len(spans.begins) * sizes["heads"], sum(triton.cdiv(dim, width) for dim in columns)
     sizes.pop("key_heads")
     kernel[grid](*chunks[:-1], *given, **sizes)
